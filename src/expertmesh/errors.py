@@ -1,0 +1,43 @@
+"""The errors a user can cause, and how they are shown: once per job, in one line, with the remedy."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import TracebackType
+
+# sysexits.h EX_CONFIG. A launcher can tell a refused configuration from a crash by it.
+CONFIG_EXIT_CODE = 78
+
+
+class ExpertMeshError(ValueError):
+    """Something the user asked for cannot work. The message says what, where, and what to change."""
+
+
+class ConfigError(ExpertMeshError):
+    """A choice in the configuration (YAML, environment or keyword arguments) cannot work."""
+
+
+class ModelError(ExpertMeshError):
+    """The model at hand cannot be trained the way the configuration asks for."""
+
+
+def install_one_line_reports() -> None:
+    """Make an uncaught `ExpertMeshError` end a launched job with one line from rank 0 instead of a traceback a rank.
+
+    Every rank exits with `CONFIG_EXIT_CODE`. Other exceptions keep their tracebacks.
+    """
+    previous = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not isinstance(error, ExpertMeshError):
+            previous(kind, error, traceback)
+            return
+        if os.environ.get("RANK", "0") == "0":
+            print(f"expertmesh: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # An exception hook cannot choose the exit status, and an orderly shutdown would wait for ranks that are
+        # leaving too.
+        os._exit(CONFIG_EXIT_CODE)
+
+    sys.excepthook = report
