@@ -1,0 +1,6 @@
+"""Moving tokens between ranks: the protocol, the ways to do it, and choosing one."""
+
+from expertmesh.dispatch.protocol import Dispatched, ExpertRows, TokenDispatcher
+from expertmesh.dispatch.select import build_dispatcher, check_dispatcher
+
+__all__ = ["Dispatched", "ExpertRows", "TokenDispatcher", "build_dispatcher", "check_dispatcher"]

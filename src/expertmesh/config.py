@@ -1,0 +1,179 @@
+"""What a user can choose, and the refusals that need nothing but arithmetic.
+
+One frozen dataclass holds every choice. It is built from keyword arguments, from the `parallelism_config:` block of an
+Accelerate YAML, or from the environment that the launcher hands to its workers; all three spell a key the same way.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+
+from expertmesh.errors import ConfigError
+
+YAML_PREFIX = "parallelism_config_"
+ENV_PREFIX = "PARALLELISM_CONFIG_"
+
+# `hf` keeps the model's own attention, linear and norm layers.
+EP_LAYERS = ("hf",)
+
+# Keys of the same YAML block that Accelerate itself reads and that do not concern expert parallelism.
+ACCELERATE_KEYS = (
+    "cp_backend",
+    "cp_comm_strategy",
+    "sp_size",
+    "sp_backend",
+    "sp_seq_length",
+    "sp_seq_length_is_variable",
+    "sp_attn_implementation",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallelConfig:
+    """Sizes of the mesh axes and the choices of expert parallelism (EP).
+
+    The dense weights see the ranks as `(dp_replicate, dp_shard, cp, tp)`; the experts see the same ranks as
+    `(dp_replicate, efsdp, ep)` with `efsdp * ep == dp_shard * cp`.
+
+    Attributes:
+        dp_replicate_size: replicas of the whole sharded model (HSDP).
+        dp_shard_size: ranks that shard the dense weights (FSDP2); `None` takes all ranks the other sizes leave.
+        cp_size: ranks that share one sequence (context parallelism).
+        tp_size: ranks that share one layer (tensor parallelism); only 1 is supported together with EP.
+        ep_size: ranks that share one layer's experts.
+        ep_dispatcher: how tokens travel, a name registered in `expertmesh.dispatch`, or `auto`.
+        ep_compute: how the experts are computed, a name registered in `expertmesh.compute`, or `auto`.
+        ep_layers: which implementation the layers around the experts use.
+    """
+
+    dp_replicate_size: int = 1
+    dp_shard_size: int | None = None
+    cp_size: int = 1
+    tp_size: int = 1
+    ep_size: int = 1
+    ep_dispatcher: str = "auto"
+    ep_compute: str = "auto"
+    ep_layers: str = "hf"
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object]) -> ExpertParallelConfig:
+        """Read the keys of a YAML block, with or without the prefix `parallelism_config_`.
+
+        Keys that only Accelerate reads are skipped. Texts are converted, `-1` for `dp_shard_size` means "infer".
+
+        Raises:
+            ConfigError: an unknown key (the nearest known one is named) or a size that is not an integer.
+        """
+        refuse_unknown_keys(values)
+        ours = {_short(key): value for key, value in values.items() if _short(key) not in ACCELERATE_KEYS}
+        return cls(**{key: _parse(key, value) for key, value in ours.items()})
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> ExpertParallelConfig:
+        """Read what the launcher exported. Variables that are not set keep their defaults.
+
+        Raises:
+            ConfigError: a size that is not an integer.
+        """
+        names = {field.name: ENV_PREFIX + field.name.upper() for field in fields(cls)}
+        return cls.from_mapping({key: environ[name] for key, name in names.items() if name in environ})
+
+    def resolve(self, world_size: int) -> ExpertParallelConfig:
+        """The same choices with `dp_shard_size` filled in, checked against the number of ranks.
+
+        Raises:
+            ConfigError: the sizes do not multiply to `world_size`, do not divide, or cannot be combined.
+        """
+        self._check_choices()
+        others = self.dp_replicate_size * self.cp_size * self.tp_size
+        dp_shard_size = self.dp_shard_size or max(world_size // others, 1)
+        if others * dp_shard_size != world_size:
+            raise ConfigError(
+                f"dp_replicate_size {self.dp_replicate_size} x dp_shard_size {dp_shard_size} x cp_size {self.cp_size} "
+                f"x tp_size {self.tp_size} is {others * dp_shard_size}, but {world_size} processes were started: "
+                f"start {others * dp_shard_size} processes (`num_processes`), or change the sizes so that their "
+                f"product is {world_size}. `ep_size` takes no part in it: experts borrow the dp_shard and cp ranks."
+            )
+        lenders = dp_shard_size * self.cp_size
+        if lenders % self.ep_size:
+            raise ConfigError(
+                f"ep_size {self.ep_size} does not divide dp_shard_size x cp_size = {lenders}, the ranks that experts "
+                f"are spread over: choose an ep_size among {_divisors(lenders)}."
+            )
+        return ExpertParallelConfig(**{**self.__dict__, "dp_shard_size": dp_shard_size})
+
+    def validate(self, world_size: int) -> None:
+        """Refuse what cannot work on `world_size` ranks; see `resolve`.
+
+        Raises:
+            ConfigError: as `resolve` does.
+        """
+        self.resolve(world_size)
+
+    @property
+    def efsdp_size(self) -> int:
+        """Ranks that shard one expert's weights. Needs a resolved configuration."""
+        if self.dp_shard_size is None:
+            raise ConfigError("dp_shard_size is not known yet: call resolve(world_size) first.")
+        return self.dp_shard_size * self.cp_size // self.ep_size
+
+    def _check_choices(self) -> None:
+        for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size", "ep_size"):
+            size = getattr(self, name)
+            if size is None and name == "dp_shard_size":
+                continue
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, but is {size!r}: correct it.")
+        if self.tp_size > 1:
+            raise ConfigError(
+                f"tp_size {self.tp_size} cannot be combined with expert parallelism yet: set tp_size to 1 and give "
+                f"its ranks to dp_shard_size."
+            )
+        if self.cp_size > 1:
+            raise ConfigError(
+                f"cp_size {self.cp_size} cannot be combined with expert parallelism yet: set cp_size to 1 and give "
+                f"its ranks to dp_shard_size."
+            )
+        if self.ep_layers not in EP_LAYERS:
+            raise ConfigError(f"ep_layers {self.ep_layers!r} is unknown: choose among {', '.join(EP_LAYERS)}.")
+
+
+KNOWN_KEYS = tuple(field.name for field in fields(ExpertParallelConfig)) + ACCELERATE_KEYS
+
+
+def refuse_unknown_keys(keys: Iterable[str]) -> None:
+    """Refuse keys of a `parallelism_config:` block that nobody reads; Accelerate would drop them without a word.
+
+    Raises:
+        ConfigError: names the first unknown key and the nearest known one.
+    """
+    for key in keys:
+        if _short(key) in KNOWN_KEYS:
+            continue
+        near = difflib.get_close_matches(_short(key), KNOWN_KEYS, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"`{key}` in parallelism_config is not a known key: did you mean `{YAML_PREFIX}{near[0]}`? "
+            f"Known keys: {', '.join(KNOWN_KEYS)} (each with the prefix `{YAML_PREFIX}`)."
+        )
+
+
+def _short(key: str) -> str:
+    return key.removeprefix(YAML_PREFIX)
+
+
+def _parse(key: str, value: object) -> object:
+    if not key.endswith("_size"):
+        return str(value)
+    if value is None and key == "dp_shard_size":
+        return None
+    try:
+        size = int(str(value))
+    except ValueError:
+        raise ConfigError(f"{YAML_PREFIX}{key} must be an integer, but is {value!r}: correct it.") from None
+    return None if key == "dp_shard_size" and size == -1 else size
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
