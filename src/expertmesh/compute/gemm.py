@@ -1,0 +1,118 @@
+"""Multiplying rows that are sorted by expert with each expert's own matrix.
+
+Weights come as `[num_local_experts, in, out]` views of whatever the model stores; no transposed copy is made.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from expertmesh.dispatch.protocol import ExpertRows
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Experts that are computed together.
+
+    Attributes:
+        experts: their range among the local experts.
+        rows: the range of their rows.
+        offsets: `[experts]` int32, where each one's rows end, counted from the chunk's first row.
+    """
+
+    experts: slice
+    rows: slice
+    offsets: Tensor
+
+
+class WeightGradient(ABC):
+    """Collects the gradient of one weight, chunk after chunk, in the layout in which the model stores it.
+
+    Args:
+        weight: the stored weight, `[num_local_experts, ...]`.
+        is_transposed: whether it is stored as `[..., in, out]` rather than `[..., out, in]`.
+        scale: factor on the gradient.
+    """
+
+    def __init__(self, weight: Tensor, is_transposed: bool, scale: float) -> None:
+        self.weight = weight
+        self.is_transposed = is_transposed
+        self.scale = scale
+        self.result: Tensor | None = None
+
+    @abstractmethod
+    def add(self, rows_in: Tensor, grad_out: Tensor, chunk: Chunk) -> None:
+        """Add `rows_in^T @ grad_out` of a chunk: `[rows, in]` and `[rows, out]`."""
+
+
+class ExpertGemm(ABC):
+    """One way of multiplying rows with experts' matrices."""
+
+    weight_gradient: type[WeightGradient]
+
+    @abstractmethod
+    def chunks(self, rows: ExpertRows) -> list[Chunk]:
+        """How the rows are cut. Every expert is in exactly one chunk, also one without rows."""
+
+    @abstractmethod
+    def multiply(self, rows: Tensor, weight: Tensor, chunk: Chunk) -> Tensor:
+        """`[rows, in]` by `[num_local_experts, in, out]` to `[rows, out]`, in the dtype of the rows."""
+
+
+class _LoopGradient(WeightGradient):
+    """Written by the GEMM straight into place, scale included."""
+
+    def add(self, rows_in: Tensor, grad_out: Tensor, chunk: Chunk) -> None:
+        if self.result is None:
+            self.result = torch.empty(self.weight.shape, dtype=rows_in.dtype, device=rows_in.device)
+        target = self.result[chunk.experts.start]
+        left, right = (rows_in, grad_out) if self.is_transposed else (grad_out, rows_in)
+        torch.addmm(target, left.t(), right, beta=0, alpha=self.scale, out=target)
+
+
+class ExpertLoop(ExpertGemm):
+    """One expert at a time. On a CPU its rows stay in the cache from one projection to the next."""
+
+    weight_gradient = _LoopGradient
+
+    def chunks(self, rows: ExpertRows) -> list[Chunk]:
+        """One chunk an expert."""
+        chunks, start = [], 0
+        for expert, count in enumerate(rows.rows_per_expert):
+            offsets = rows.offsets.new_full((1,), count)
+            chunks.append(Chunk(slice(expert, expert + 1), slice(start, start + count), offsets))
+            start += count
+        return chunks
+
+    def multiply(self, rows: Tensor, weight: Tensor, chunk: Chunk) -> Tensor:
+        """See `ExpertGemm.multiply`."""
+        return torch.mm(rows, weight[chunk.experts.start].to(rows.dtype))
+
+
+class _GroupedGradient(WeightGradient):
+    """One kernel for all experts."""
+
+    def add(self, rows_in: Tensor, grad_out: Tensor, chunk: Chunk) -> None:
+        left, right = (rows_in, grad_out) if self.is_transposed else (grad_out, rows_in)
+        gradient = F.grouped_mm(left.t(), right, offs=chunk.offsets)
+        self.result = gradient if self.scale == 1 else gradient.mul_(self.scale)
+
+
+class GroupedMM(ExpertGemm):
+    """All experts in one `torch.nn.functional.grouped_mm`. Strides must be multiples of 16 bytes; no float64."""
+
+    weight_gradient = _GroupedGradient
+
+    def chunks(self, rows: ExpertRows) -> list[Chunk]:
+        """A single chunk."""
+        counts = rows.rows_per_expert
+        return [Chunk(slice(0, len(counts)), slice(0, sum(counts)), rows.offsets)]
+
+    def multiply(self, rows: Tensor, weight: Tensor, chunk: Chunk) -> Tensor:
+        """See `ExpertGemm.multiply`."""
+        return F.grouped_mm(rows, weight.to(rows.dtype), offs=chunk.offsets)

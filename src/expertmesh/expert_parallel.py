@@ -1,0 +1,96 @@
+"""Turning one experts module into its expert-parallel self: shard its parameters, replace its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from expertmesh.compute import build_expert_function
+from expertmesh.compute.normed import normed_experts
+from expertmesh.compute.routed import ExpertFunction, ExpertTensors, routed_experts
+from expertmesh.config import ExpertParallelConfig
+from expertmesh.dispatch import TokenDispatcher, build_dispatcher
+from expertmesh.errors import ModelError
+from expertmesh.experts import ExpertsSpec
+from expertmesh.mesh import ExpertMesh
+
+
+class ExpertParallelForward:
+    """The forward of an expert-parallel experts module: dispatch, compute, combine.
+
+    Takes what the module's own forward took, `(hidden_states [tokens, hidden], top_k_index [tokens, top_k],
+    top_k_weights [tokens, top_k])` with global expert ids, and returns `[tokens, hidden]`.
+
+    Raises:
+        ModelError: the hidden states are not a matrix of tokens.
+    """
+
+    def __init__(
+        self, experts: nn.Module, spec: ExpertsSpec, dispatcher: TokenDispatcher, function: ExpertFunction
+    ) -> None:
+        self.experts = experts
+        self.spec = spec
+        self.dispatcher = dispatcher
+        self.function = function
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if hidden_states.ndim != 2:
+            raise ModelError(
+                f"{type(self.experts).__name__} was called with hidden states of shape {tuple(hidden_states.shape)}; "
+                f"expert parallelism needs [tokens, hidden]."
+            )
+        dispatched = self.dispatcher.dispatch(hidden_states, top_k_index.long(), top_k_weights)
+        operands = (self._local_tensors(), dispatched.tokens, dispatched.row_weights, dispatched.rows)
+        if self.spec.has_post_expert_norm:
+            output = normed_experts(self.function, *operands, self.experts.post_expert_norm)
+        else:
+            output = routed_experts(self.function, *operands)
+        return self.dispatcher.combine(output, dispatched.state)
+
+    def _local_tensors(self) -> ExpertTensors:
+        # FSDP2 swaps the attribute between its sharded and its gathered form, so it is looked up at every call.
+        return ExpertTensors(*(getattr(self.experts, name).to_local() for name in self.spec.parameter_names))
+
+
+def shard_by_expert(
+    experts: nn.Module, spec: ExpertsSpec, mesh: ExpertMesh, device: torch.device
+) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+    """Replace each routed parameter `[num_experts, ...]` by a DTensor of the same shape, `Shard(0)` on the `ep` axis.
+
+    A rank keeps (and moves to `device`) its own experts only. Gradient requirements are kept.
+
+    Returns:
+        For each parameter name, the old and the new Parameter.
+    """
+    replaced = {}
+    for name in spec.parameter_names:
+        old = getattr(experts, name)
+        local = old.detach().chunk(mesh.ep.size(), dim=0)[mesh.ep.get_local_rank()]
+        local = local.to(device, copy=True).contiguous()
+        new = nn.Parameter(
+            DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False), requires_grad=old.requires_grad
+        )
+        setattr(experts, name, new)
+        replaced[name] = (old, new)
+    return replaced
+
+
+def install_forward(
+    experts: nn.Module, spec: ExpertsSpec, mesh: ExpertMesh, config: ExpertParallelConfig, gradient_scale: float
+) -> None:
+    """Give the experts module its expert-parallel forward.
+
+    Args:
+        experts: already sharded by `shard_by_expert`.
+        spec: its layout.
+        mesh: the expert view of the ranks.
+        config: names the dispatcher and the compute.
+        gradient_scale: factor on the experts' gradients that nobody else applies.
+    """
+    dispatcher = build_dispatcher(config.ep_dispatcher, mesh.ep, spec.num_experts)
+    function = build_expert_function(config.ep_compute, experts, spec, gradient_scale)
+    forward: Callable[..., Tensor] = ExpertParallelForward(experts, spec, dispatcher, function)
+    experts.forward = forward
