@@ -1,0 +1,170 @@
+"""One training step, side by side: Accelerate FSDP2, Transformers' expert parallelism, expertmesh, and the floor.
+
+    python benchmarks/step.py --workload A B --rounds 8 --steps-per-round 3
+
+All arms run in one session, taking turns, on two CPU processes with one thread each; see README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+# Before anything imports torch, here and in the processes that inherit this environment.
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+from step_arms import ARMS, WORKLOADS, save_initial_model
+from step_processes import ArmProcesses, StepRecord
+from transformers.utils import logging
+
+OURS = "c"
+FLOOR = "d"
+WARM_UP_STEPS = 3
+LOSS_TOLERANCE = 5e-5
+
+
+@dataclass
+class ArmResult:
+    """What was seen of one arm: the losses of the warm-up, the milliseconds of each round, the peak resident set."""
+
+    first_losses: list[float] = field(default_factory=list)
+    rounds: list[list[float]] = field(default_factory=list)
+    peak_mib: float = 0.0
+
+    @property
+    def milliseconds(self) -> list[float]:
+        return [step for steps in self.rounds for step in steps]
+
+    def ratio_to(self, other: ArmResult) -> float:
+        """How many times the other's time this arm takes: the median over the rounds, in each of which both ran."""
+        pairs = zip(self.rounds, other.rounds, strict=True)
+        return statistics.median(statistics.median(mine) / statistics.median(theirs) for mine, theirs in pairs)
+
+
+def measure(
+    workload: str, arms: Sequence[str], rounds: int, steps_per_round: int, lifetime: float
+) -> dict[str, ArmResult]:
+    """Start all arms of a workload, let them take turns, and end them."""
+    results = {arm: ArmResult() for arm in arms}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        saved = Path(folder)
+        save_initial_model(WORKLOADS[workload], saved)
+        running = {arm: _start(arm, workload, saved, lifetime, stack) for arm in arms}
+        for arm, processes in running.items():
+            results[arm].first_losses = [step.loss for step in processes.run(WARM_UP_STEPS)]
+            processes.forget_peak_memory()
+        _require_equal_losses(results)
+        for turn in range(rounds):
+            for arm in _rotated(arms, turn):
+                results[arm].rounds.append(_milliseconds(running[arm].run(steps_per_round)))
+        for arm, processes in running.items():
+            results[arm].peak_mib = processes.peak_memory_mib()
+    return results
+
+
+def profile(workload: str, arm: str, lifetime: float) -> str:
+    """The operators that one rank of an arm spends a warm step on."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        saved = Path(folder)
+        save_initial_model(WORKLOADS[workload], saved)
+        processes = _start(arm, workload, saved, lifetime, stack)
+        processes.run(WARM_UP_STEPS)
+        return processes.profile()
+
+
+def table(workload: str, results: dict[str, ArmResult]) -> str:
+    """A Markdown table of one workload."""
+    sizes = WORKLOADS[workload]
+    rows = "\n".join(_row(arm, result, results) for arm, result in results.items())
+    return (
+        f"Workload {workload}: hidden {sizes.hidden_size}, expert intermediate {sizes.moe_intermediate_size}, "
+        f"{sizes.sequences} x {sizes.sequence_length} tokens a rank\n\n"
+        "| arm | median ms | quartiles ms | min to max ms | time / expertmesh | floor / time | peak RSS MiB |\n"
+        "|---|---|---|---|---|---|---|\n"
+        f"{rows}\n\n"
+        f"{_losses(results)}"
+    )
+
+
+def _start(arm: str, workload: str, saved: Path, lifetime: float, stack: ExitStack) -> ArmProcesses:
+    """One arm after the other, so that their peaks while building do not add up."""
+    processes = stack.enter_context(ArmProcesses(arm, workload, saved, lifetime))
+    processes.wait_until_built()
+    return processes
+
+
+def _rotated(arms: Sequence[str], turn: int) -> Sequence[str]:
+    """Another arm goes first in every round, so that none always follows the same one."""
+    first = turn % len(arms)
+    return [*arms[first:], *arms[:first]]
+
+
+def _milliseconds(steps: Iterable[StepRecord]) -> list[float]:
+    return [step.milliseconds for step in steps]
+
+
+def _require_equal_losses(results: dict[str, ArmResult]) -> None:
+    """Refuse to compare arms that do not train the same model. The floor computes no real loss."""
+    losses = {arm: result.first_losses for arm, result in results.items() if arm != FLOOR}
+    for step in zip(*losses.values(), strict=True):
+        if max(step) - min(step) > LOSS_TOLERANCE:
+            raise SystemExit(f"the arms do not train the same model, their first losses differ: {losses}")
+
+
+def _row(arm: str, result: ArmResult, results: dict[str, ArmResult]) -> str:
+    times = result.milliseconds
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    ratio = f"{result.ratio_to(results[OURS]):.2f}" if OURS in results else ""
+    floor = f"{results[FLOOR].ratio_to(result):.0%}" if FLOOR in results else ""
+    name, _ = ARMS[arm]
+    return (
+        f"| ({arm}) {name} | {middle:.0f} | {low:.0f} to {high:.0f} | {min(times):.0f} to {max(times):.0f} "
+        f"| {ratio} | {floor} | {result.peak_mib:.0f} |"
+    )
+
+
+def _losses(results: dict[str, ArmResult]) -> str:
+    lines = [
+        f"- ({arm}) " + ", ".join(f"{loss:.7f}" for loss in result.first_losses)
+        for arm, result in results.items()
+        if arm != FLOOR
+    ]
+    return "First losses:\n" + "\n".join(lines) if lines else ""
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["A", "B"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps-per-round", type=int, default=3)
+    parser.add_argument("--profile", metavar="ARM", choices=ARMS, help="print where one step of this arm goes, and end")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every measured number")
+    parser.add_argument("--lifetime", type=float, default=1800, help="seconds after which a process ends itself")
+    return parser.parse_args()
+
+
+def main() -> None:
+    chosen = _arguments()
+    logging.disable_progress_bar()
+    measured = {}
+    for workload in chosen.workload:
+        if chosen.profile:
+            print(profile(workload, chosen.profile, chosen.lifetime))
+            continue
+        results = measure(workload, chosen.arms, chosen.rounds, chosen.steps_per_round, chosen.lifetime)
+        measured[workload] = {arm: asdict(result) for arm, result in results.items()}
+        print(table(workload, results), end="\n\n", flush=True)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(measured, indent=2))
+
+
+if __name__ == "__main__":
+    main()
