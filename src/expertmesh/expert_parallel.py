@@ -29,12 +29,18 @@ class ExpertParallelForward:
     """
 
     def __init__(
-        self, experts: nn.Module, spec: ExpertsSpec, dispatcher: TokenDispatcher, function: ExpertFunction
+        self,
+        experts: nn.Module,
+        spec: ExpertsSpec,
+        dispatcher: TokenDispatcher,
+        function: ExpertFunction,
+        compute_dtype: torch.dtype | None,
     ) -> None:
         self.experts = experts
         self.spec = spec
         self.dispatcher = dispatcher
         self.function = function
+        self.compute_dtype = compute_dtype
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if hidden_states.ndim != 2:
@@ -42,7 +48,15 @@ class ExpertParallelForward:
                 f"{type(self.experts).__name__} was called with hidden states of shape {tuple(hidden_states.shape)}; "
                 f"expert parallelism needs [tokens, hidden]."
             )
-        dispatched = self.dispatcher.dispatch(hidden_states, top_k_index.long(), top_k_weights)
+        device_type = hidden_states.device.type
+        tokens = hidden_states.to(self._dtype_on(device_type, hidden_states.dtype))
+        # Autocast would cover the GEMMs of the forward and not those of the hand-written backward.
+        with torch.autocast(device_type, enabled=False):
+            output = self._exchange_and_compute(tokens, top_k_index.long(), top_k_weights)
+        return output.to(hidden_states.dtype)
+
+    def _exchange_and_compute(self, tokens: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        dispatched = self.dispatcher.dispatch(tokens, top_k_index, top_k_weights)
         operands = (self._local_tensors(), dispatched.tokens, dispatched.row_weights, dispatched.rows)
         if self.spec.has_post_expert_norm:
             output = normed_experts(self.function, *operands, self.experts.post_expert_norm)
@@ -50,17 +64,27 @@ class ExpertParallelForward:
             output = routed_experts(self.function, *operands)
         return self.dispatcher.combine(output, dispatched.state)
 
+    def _dtype_on(self, device_type: str, default: torch.dtype) -> torch.dtype:
+        if self.compute_dtype is not None:
+            return self.compute_dtype
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else default
+
     def _local_tensors(self) -> ExpertTensors:
         # FSDP2 swaps the attribute between its sharded and its gathered form, so it is looked up at every call.
         return ExpertTensors(*(getattr(self.experts, name).to_local() for name in self.spec.parameter_names))
 
 
 def shard_by_expert(
-    experts: nn.Module, spec: ExpertsSpec, mesh: ExpertMesh, device: torch.device
+    experts: nn.Module,
+    spec: ExpertsSpec,
+    mesh: ExpertMesh,
+    device: torch.device,
+    trainable_dtype: torch.dtype | None = None,
 ) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
     """Replace each routed parameter `[num_experts, ...]` by a DTensor of the same shape, `Shard(0)` on the `ep` axis.
 
-    A rank keeps (and moves to `device`) its own experts only. Gradient requirements are kept.
+    A rank keeps (and moves to `device`) its own experts only. Gradient requirements are kept; parameters that have one
+    are stored in `trainable_dtype` if it is given.
 
     Returns:
         For each parameter name, the old and the new Parameter.
@@ -69,7 +93,8 @@ def shard_by_expert(
     for name in spec.parameter_names:
         old = getattr(experts, name)
         local = old.detach().chunk(mesh.ep.size(), dim=0)[mesh.ep.get_local_rank()]
-        local = local.to(device, copy=True).contiguous()
+        dtype = trainable_dtype if trainable_dtype is not None and old.requires_grad else old.dtype
+        local = local.to(device, dtype, copy=True).contiguous()
         new = nn.Parameter(
             DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False), requires_grad=old.requires_grad
         )
@@ -79,7 +104,12 @@ def shard_by_expert(
 
 
 def install_forward(
-    experts: nn.Module, spec: ExpertsSpec, mesh: ExpertMesh, config: ExpertParallelConfig, gradient_scale: float
+    experts: nn.Module,
+    spec: ExpertsSpec,
+    mesh: ExpertMesh,
+    config: ExpertParallelConfig,
+    gradient_scale: float,
+    compute_dtype: torch.dtype | None,
 ) -> None:
     """Give the experts module its expert-parallel forward.
 
@@ -89,8 +119,14 @@ def install_forward(
         mesh: the expert view of the ranks.
         config: names the dispatcher and the compute.
         gradient_scale: factor on the experts' gradients that nobody else applies.
+        compute_dtype: what tokens are sent and multiplied in; by default autocast's dtype, or their own.
     """
     dispatcher = build_dispatcher(config.ep_dispatcher, mesh.ep, spec.num_experts)
     function = build_expert_function(config.ep_compute, experts, spec, gradient_scale)
-    forward: Callable[..., Tensor] = ExpertParallelForward(experts, spec, dispatcher, function)
+    forward: Callable[..., Tensor] = ExpertParallelForward(experts, spec, dispatcher, function, compute_dtype)
     experts.forward = forward
+
+
+def is_expert_parallel(model: nn.Module) -> bool:
+    """Whether a model's experts have been given their expert-parallel forward."""
+    return any(isinstance(module.__dict__.get("forward"), ExpertParallelForward) for module in model.modules())

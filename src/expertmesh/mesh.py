@@ -69,7 +69,10 @@ def build_expert_mesh(config: ExpertParallelConfig, device_type: str) -> ExpertM
         raise ConfigError("expert parallelism needs torch.distributed: start the script with `accelerate launch`.")
     config = config.resolve(dist.get_world_size())
     shape = (config.dp_replicate_size, config.efsdp_size, config.ep_size)
-    return ExpertMesh(init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep")))
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep"))
+    # Lets DTensor reduce and gather over both axes in one collective (gradient norms, whole weights).
+    mesh["efsdp", "ep"]._flatten("efsdp_ep")
+    return ExpertMesh(mesh)
 
 
 def build_dense_mesh(config: ExpertParallelConfig, device_type: str) -> DeviceMesh:

@@ -12,7 +12,8 @@ those of the ranks that hold the same expert, and to divide by the same `n`, not
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from expertmesh.compute import check_compute
 from expertmesh.config import ExpertParallelConfig
@@ -72,6 +74,7 @@ def apply_expert_parallel(
     dense_mesh: DeviceMesh,
     device: torch.device,
     fsdp_options: dict[str, Any],
+    trainable_dtype: torch.dtype | None = None,
 ) -> ShardedExperts:
     """Shard every experts module by expert, and over `(dp_replicate, efsdp)` where ranks share experts.
 
@@ -85,7 +88,8 @@ def apply_expert_parallel(
         mesh: the expert view of the ranks.
         dense_mesh: the dense view, for parameters inside an experts module that are not one slice an expert.
         device: where the weights are computed.
-        fsdp_options: keyword arguments of `fully_shard` other than the mesh.
+        fsdp_options: keyword arguments of `fully_shard` other than the mesh, `mp_policy` among them.
+        trainable_dtype: store trainable routed parameters in this dtype (float32 master weights).
 
     Raises:
         ModelError, ConfigError: see `check_model`; nothing has been touched then.
@@ -96,8 +100,8 @@ def apply_expert_parallel(
     result = ShardedExperts(mesh, modules, {})
     for name, experts in modules.items():
         spec = ExpertsSpec.of(experts)
-        replaced = shard_by_expert(experts, spec, mesh, device)
-        install_forward(experts, spec, mesh, config, gradient_scale)
+        replaced = shard_by_expert(experts, spec, mesh, device, trainable_dtype)
+        install_forward(experts, spec, mesh, config, gradient_scale, fsdp_options["mp_policy"].param_dtype)
         for child in experts.children():
             if any(True for _ in child.parameters()):
                 fully_shard(child, mesh=dense_mesh, **fsdp_options)
@@ -112,12 +116,22 @@ def apply_expert_parallel(
 
 
 def _fully_shard_experts(experts: nn.Module, mesh: ExpertMesh, fsdp_options: dict[str, Any]) -> None:
-    fully_shard(experts, mesh=mesh.fsdp, **fsdp_options)
+    # The forward casts the tokens itself and leaves the routing weights in float32, as FSDP2 would not.
+    options = {**fsdp_options, "mp_policy": replace(fsdp_options["mp_policy"], cast_forward_inputs=False)}
+    efsdp_size = mesh.mesh["efsdp"].size()
+    fully_shard(experts, mesh=mesh.fsdp, shard_placement_fn=partial(_efsdp_placement, efsdp_size), **options)
     experts.set_gradient_divide_factor(float(mesh.data_parallel_size))
-    if mesh.mesh["efsdp"].size() > 1:
+    if efsdp_size > 1:
         # The default, a pre-multiplied sum, does not exist on gloo, and on NCCL zeroes bf16 gradients
         # (pytorch#190745). With one shard FSDP2 already divides by itself, and this would divide once more.
         experts.set_force_sum_reduction_for_comms(True)
+
+
+def _efsdp_placement(efsdp_size: int, parameter: nn.Parameter) -> Shard:
+    """Whole experts a rank where they can be split evenly; else every expert's rows, so that no rank is left without."""
+    num_local_experts, width = parameter.to_local().shape[:2]
+    by_rows = num_local_experts % efsdp_size != 0 and width % efsdp_size == 0
+    return Shard(1) if by_rows else Shard(0)
 
 
 def parallelize(

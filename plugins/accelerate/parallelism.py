@@ -1,0 +1,89 @@
+"""`ParallelismConfig` with an expert axis."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+from expertmesh.compute import check_compute
+from expertmesh.config import ExpertParallelConfig
+from expertmesh.dispatch import check_dispatcher
+from expertmesh.errors import ConfigError
+from expertmesh_plugins.accelerate.fsdp import ExpertMeshFSDPPlugin
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+@dataclass(repr=False)
+class ExpertMeshConfig(ParallelismConfig):
+    """Accelerate's `ParallelismConfig` plus expert parallelism (EP): hand it to `Accelerator` or `TrainingArguments`.
+
+    Attributes that are `None` are read from the environment of `accelerate launch`, then take their defaults.
+
+    Attributes:
+        ep_size: ranks that share one layer's experts; divides `dp_shard_size * cp_size`. Default 1.
+        ep_dispatcher: how tokens travel. Default `auto`.
+        ep_compute: how experts are multiplied. Default `auto`.
+        ep_layers: the layers around the experts. Default `hf`.
+
+    `dp_shard_size` defaults to all the ranks that the other sizes leave.
+
+    Raises:
+        ConfigError: sizes or choices that cannot work, when constructed and before any weight is read.
+    """
+
+    ep_size: int | None = None
+    ep_dispatcher: str | None = None
+    ep_compute: str | None = None
+    ep_layers: str | None = None
+
+    def __post_init__(self) -> None:
+        given = {key: getattr(self, key) for key in ExpertParallelConfig.__dataclass_fields__}
+        environment = ExpertParallelConfig.from_environment(os.environ)
+        choices = {key: getattr(environment, key) if value is None else value for key, value in given.items()}
+        self._expert_parallel = ExpertParallelConfig(**choices).resolve(_world_size())
+        check_dispatcher(self._expert_parallel.ep_dispatcher)
+        check_compute(self._expert_parallel.ep_compute)
+        for key in given:
+            setattr(self, key, getattr(self._expert_parallel, key))
+        super().__post_init__()
+
+    @property
+    def expert_parallel(self) -> ExpertParallelConfig:
+        """The same choices as the core knows them, resolved for the world size."""
+        return self._expert_parallel
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        """Accelerate's own hook: it hands us the accelerator once its state exists, before anything is prepared."""
+        if accelerator.num_processes > 1:
+            self._install_fsdp_plugin(accelerator)
+        super()._validate_accelerator(accelerator)
+
+    def _install_fsdp_plugin(self, accelerator: Accelerator) -> None:
+        if self.device_mesh is None:
+            raise ConfigError("sp_size > 1 with DeepSpeed has no device mesh and cannot be combined with ep_size.")
+        state = accelerator.state
+        plugin = ExpertMeshFSDPPlugin.extend(
+            getattr(state, "fsdp_plugin", None),
+            config=self.expert_parallel,
+            dense_mesh=self.device_mesh[tuple(self.fsdp_dim_names)],
+            device=accelerator.device,
+            mixed_precision=accelerator.mixed_precision,
+        )
+        state.fsdp_plugin = plugin
+        # Accelerate turns FSDP on by itself on accelerators only; on CPUs it would fall back to DDP.
+        state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def _world_size() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))

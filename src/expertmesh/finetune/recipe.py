@@ -1,0 +1,159 @@
+"""The recipe of a fine-tune: every choice with its default, and the refusals that need no library and no weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from expertmesh.errors import ConfigError
+
+PYTHON_DOCS = "python-docs"
+FILE_BUILDERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_CHOICES = {
+    "lr_schedule": ("linear", "cosine", "constant", "constant_with_warmup"),
+    "dtype": ("float32", "bfloat16"),
+    "mixed_precision": ("no", "bf16"),
+}
+_AT_LEAST_ONE = (
+    "sequence_length",
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "logging_steps",
+    "eval_steps",
+    "sample_tokens",
+)
+_NOT_NEGATIVE = ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed")
+
+
+def _key(default: Any, explanation: str) -> Any:
+    return field(default=default, metadata={"help": explanation})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One supervised fine-tune. Each field's `help` is what `--help` shows and docs/finetune.md lists."""
+
+    model: str | None = _key(None, "model to start from: a folder or a hub name")
+    model_config: dict[str, Any] | None = _key(
+        None, "instead of `model`: a Transformers configuration with its `model_type`, given random weights"
+    )
+    tokenizer: str | dict[str, Any] | None = _key(
+        None, "folder or hub name, or {train_bpe: SIZE} to train one on the training text; default: the model's"
+    )
+    chat_template: str | None = _key(None, "file with a Jinja chat template; default: the tokenizer's")
+
+    data: str | None = _key(
+        None, f".txt/.md/.jsonl/.json/.parquet file, folder of texts, `datasets` name, or {PYTHON_DOCS}"
+    )
+    data_split: str = _key("train", "split to train on, where the data has splits")
+    eval_fraction: float = _key(0.05, "share of the documents, from the end, held out for perplexity; 0: no evaluation")
+    text_column: str = _key("text", "column with the text")
+    messages_column: str | None = _key(None, "column with chats (lists of role and content), instead of text")
+    packing: bool = _key(True, "true: documents joined and cut into full sequences; false: one document a row, padded")
+    sequence_length: int = _key(1024, "tokens in a sequence; longer documents are cut when packing is off")
+
+    per_device_batch_size: int = _key(4, "sequences per rank and micro batch")
+    gradient_accumulation_steps: int = _key(1, "micro batches per optimizer step")
+    learning_rate: float = _key(2e-5, "peak learning rate of AdamW")
+    lr_schedule: str = _key("cosine", "linear, cosine, constant or constant_with_warmup")
+    warmup_steps: int = _key(0, "steps in which the learning rate rises from 0")
+    weight_decay: float = _key(0.0, "AdamW's weight decay")
+    max_grad_norm: float = _key(1.0, "gradients are clipped to this norm; 0: no clipping")
+    epochs: float = _key(1.0, "passes over the training data; ignored when max_steps is given")
+    max_steps: int | None = _key(None, "optimizer steps")
+    seed: int = _key(0, "seed of random weights and of the data order")
+    dtype: str = _key("float32", "dtype of weights and optimizer state: float32 or bfloat16")
+    mixed_precision: str | None = _key(None, "compute dtype: no or bf16; default: what `accelerate launch` was told")
+    activation_checkpointing: bool = _key(False, "recompute activations in the backward pass to save memory")
+
+    output_dir: str | None = _key(None, "folder for the finished model, in Hugging Face format")
+    overwrite: bool = _key(False, "replace the model that output_dir holds")
+    logging_steps: int = _key(10, "steps between two reports")
+    eval_steps: int | None = _key(None, "steps between two evaluations; default: only before and after training")
+    sample_prompt: str = _key("The", "what the finished model is asked to continue (or, for chats, to answer)")
+    sample_tokens: int = _key(64, "most tokens in the sample")
+
+    @property
+    def output_path(self) -> Path:
+        """Where the finished model goes. Only for a recipe that `validate` accepted."""
+        return Path(str(self.output_dir))
+
+    @property
+    def partial_path(self) -> Path:
+        """Where the model is written before it is complete: beside `output_path`, so that a rename can finish it."""
+        return self.output_path.with_name(f".{self.output_path.name}.partial")
+
+    def validate(self) -> None:
+        """Refuse what can be seen to fail without loading anything.
+
+        Raises:
+            ConfigError: says which key is wrong and what to change.
+        """
+        self._check_values()
+        self._check_sources()
+        self._check_output()
+
+    def _check_values(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise ConfigError(f"{name} {value!r} is unknown: choose among {', '.join(choices)}.")
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, but is {value}: correct it.")
+        for name in _NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, but is {getattr(self, name)}: correct it.")
+        if self.epochs <= 0:
+            raise ConfigError(f"epochs must be more than 0, but is {self.epochs}: correct it.")
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(f"eval_fraction must be at least 0 and less than 1, but is {self.eval_fraction}.")
+        if self.eval_steps and not self.eval_fraction:
+            raise ConfigError("eval_steps needs held-out documents: set eval_fraction above 0, or drop eval_steps.")
+
+    def _check_sources(self) -> None:
+        if (self.model is None) == (self.model_config is None):
+            raise ConfigError("give exactly one of `model` (a folder or hub name) and `model_config` (random weights).")
+        if self.model_config is not None and "model_type" not in self.model_config:
+            raise ConfigError("model_config needs a model_type, for instance `model_type: qwen3_moe`.")
+        if isinstance(self.tokenizer, dict):
+            _check_train_bpe(self.tokenizer)
+        if self.model_config is not None and self.tokenizer is None:
+            raise ConfigError("model_config has no tokenizer of its own: set `tokenizer`, e.g. {train_bpe: 4096}.")
+        if self.data is None:
+            raise ConfigError(f"`data` is missing: give a file, a `datasets` name, or {PYTHON_DOCS}.")
+        if self.data == PYTHON_DOCS and self.messages_column is not None:
+            raise ConfigError(f"{PYTHON_DOCS} has no chats: remove messages_column.")
+        for name in ("data", "chat_template"):
+            value = getattr(self, name)
+            looks_like_a_file = value is not None and (name == "chat_template" or Path(value).suffix in FILE_BUILDERS)
+            if looks_like_a_file and not Path(value).is_file():
+                raise ConfigError(f"{name}: there is no file {value!r}: correct the path.")
+
+    def _check_output(self) -> None:
+        if self.output_dir is None:
+            raise ConfigError("`output_dir` is missing: name the folder for the finished model.")
+        output = self.output_path
+        if output.exists() and not output.is_dir():
+            raise ConfigError(f"output_dir {self.output_dir!r} is a file: name a folder.")
+        if not output.is_dir() or not any(output.iterdir()):
+            return
+        if not self.overwrite:
+            raise ConfigError(f"output_dir {self.output_dir!r} is not empty: name another, or set `overwrite: true`.")
+        if not (output / "config.json").is_file():
+            raise ConfigError(
+                f"output_dir {self.output_dir!r} holds something else than a model (it has no config.json), "
+                f"so `overwrite: true` will not delete it: name another folder."
+            )
+
+
+def _check_train_bpe(tokenizer: dict[str, Any]) -> None:
+    size = tokenizer.get("train_bpe")
+    if set(tokenizer) != {"train_bpe"} or type(size) is not int or size < 300:
+        raise ConfigError(
+            f"tokenizer {tokenizer} is not understood: give a folder, a hub name or {{train_bpe: SIZE}} with a "
+            f"vocabulary SIZE of at least 300."
+        )
