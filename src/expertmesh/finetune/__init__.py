@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: `python -m expertmesh.finetune recipe.yaml`, alone or under `accelerate launch`."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -51,11 +52,17 @@ def read_recipe(arguments: Sequence[str]) -> Recipe:
 
 def help_text() -> str:
     """The usage, examples, and a line for every key."""
-    lines = []
-    for item in fields(Recipe):
-        default = "" if item.default in (None, MISSING) else f" [{yaml.safe_dump(item.default).split(chr(10))[0]}]"
-        lines.append(f"  {item.name:<28} {item.metadata['help']}{default}")
-    return _USAGE + "\n".join(lines)
+    return _USAGE + "\n".join(f"  {key:<28} {text}{_shown(default)}" for key, text, default in explained_keys())
+
+
+def explained_keys() -> list[tuple[str, str, object]]:
+    """Every key of a recipe with its explanation and its default."""
+    hints = get_type_hints(Recipe, include_extras=True)
+    return [(item.name, hints[item.name].__metadata__[0], item.default) for item in fields(Recipe)]
+
+
+def _shown(default: object) -> str:
+    return "" if default is None else f" [{yaml.safe_dump(default).splitlines()[0]}]"
 
 
 def wants_help(arguments: Sequence[str]) -> bool:
@@ -147,8 +154,10 @@ def _coerce(key: str, value: Any, accepted: tuple[type, ...]) -> Any:
         return value
     if float in accepted and type(value) in (int, str):
         try:
-            return float(value)
+            number = float(value)
         except ValueError:
-            pass
+            number = math.nan
+        if math.isfinite(number):
+            return number
     names = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in accepted)
     raise ConfigError(f"{key} must be {names}, but is {value!r} ({type(value).__name__}): correct it.")

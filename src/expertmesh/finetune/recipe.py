@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from expertmesh.errors import ConfigError
 
@@ -27,53 +27,43 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed")
 
 
-def _key(default: Any, explanation: str) -> Any:
-    return field(default=default, metadata={"help": explanation})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One supervised fine-tune. Each field's `help` is what `--help` shows and docs/finetune.md lists."""
+    """One supervised fine-tune. Each annotation's text is what `--help` shows and docs/finetune.md lists."""
 
-    model: str | None = _key(None, "model to start from: a folder or a hub name")
-    model_config: dict[str, Any] | None = _key(
-        None, "instead of `model`: a Transformers configuration with its `model_type`, given random weights"
-    )
-    tokenizer: str | dict[str, Any] | None = _key(
-        None, "folder or hub name, or {train_bpe: SIZE} to train one on the training text; default: the model's"
-    )
-    chat_template: str | None = _key(None, "file with a Jinja chat template; default: the tokenizer's")
+    model: Annotated[str | None, "model to start from: a folder or a hub name"] = None
+    model_config: Annotated[dict[str, Any] | None, "instead of `model`: a configuration, given random weights"] = None
+    tokenizer: Annotated[str | dict[str, Any] | None, "folder, hub name, or {train_bpe: SIZE}; default: model's"] = None
+    chat_template: Annotated[str | None, "file with a Jinja chat template; default: the tokenizer's"] = None
 
-    data: str | None = _key(
-        None, f".txt/.md/.jsonl/.json/.parquet file, folder of texts, `datasets` name, or {PYTHON_DOCS}"
-    )
-    data_split: str = _key("train", "split to train on, where the data has splits")
-    eval_fraction: float = _key(0.05, "share of the documents, from the end, held out for perplexity; 0: no evaluation")
-    text_column: str = _key("text", "column with the text")
-    messages_column: str | None = _key(None, "column with chats (lists of role and content), instead of text")
-    packing: bool = _key(True, "true: documents joined and cut into full sequences; false: one document a row, padded")
-    sequence_length: int = _key(1024, "tokens in a sequence; longer documents are cut when packing is off")
+    data: Annotated[str | None, "file (.txt .md .jsonl .json .parquet), folder, hub name or python-docs"] = None
+    data_split: Annotated[str, "split to train on, where the data has splits"] = "train"
+    eval_fraction: Annotated[float, "share of the documents, from the end, that is held out; 0: none"] = 0.05
+    text_column: Annotated[str, "column with the text"] = "text"
+    messages_column: Annotated[str | None, "column with chats (lists of role and content), instead of text"] = None
+    packing: Annotated[bool, "join documents and cut full sequences; false: pad each document"] = True
+    sequence_length: Annotated[int, "tokens in a sequence; longer documents are cut when packing is off"] = 1024
 
-    per_device_batch_size: int = _key(4, "sequences per rank and micro batch")
-    gradient_accumulation_steps: int = _key(1, "micro batches per optimizer step")
-    learning_rate: float = _key(2e-5, "peak learning rate of AdamW")
-    lr_schedule: str = _key("cosine", "linear, cosine, constant or constant_with_warmup")
-    warmup_steps: int = _key(0, "steps in which the learning rate rises from 0")
-    weight_decay: float = _key(0.0, "AdamW's weight decay")
-    max_grad_norm: float = _key(1.0, "gradients are clipped to this norm; 0: no clipping")
-    epochs: float = _key(1.0, "passes over the training data; ignored when max_steps is given")
-    max_steps: int | None = _key(None, "optimizer steps")
-    seed: int = _key(0, "seed of random weights and of the data order")
-    dtype: str = _key("float32", "dtype of weights and optimizer state: float32 or bfloat16")
-    mixed_precision: str | None = _key(None, "compute dtype: no or bf16; default: what `accelerate launch` was told")
-    activation_checkpointing: bool = _key(False, "recompute activations in the backward pass to save memory")
+    per_device_batch_size: Annotated[int, "sequences per rank and micro batch"] = 4
+    gradient_accumulation_steps: Annotated[int, "micro batches per optimizer step"] = 1
+    learning_rate: Annotated[float, "peak learning rate of AdamW"] = 2e-5
+    lr_schedule: Annotated[str, "linear, cosine, constant or constant_with_warmup"] = "cosine"
+    warmup_steps: Annotated[int, "steps in which the learning rate rises from 0"] = 0
+    weight_decay: Annotated[float, "AdamW's weight decay"] = 0.0
+    max_grad_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping"] = 1.0
+    epochs: Annotated[float, "passes over the training data; ignored when max_steps is given"] = 1.0
+    max_steps: Annotated[int | None, "optimizer steps"] = None
+    seed: Annotated[int, "seed of random weights and of the data order"] = 0
+    dtype: Annotated[str, "dtype of weights and optimizer state: float32 or bfloat16"] = "float32"
+    mixed_precision: Annotated[str | None, "compute dtype: no or bf16; default: as launched"] = None
+    activation_checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False
 
-    output_dir: str | None = _key(None, "folder for the finished model, in Hugging Face format")
-    overwrite: bool = _key(False, "replace the model that output_dir holds")
-    logging_steps: int = _key(10, "steps between two reports")
-    eval_steps: int | None = _key(None, "steps between two evaluations; default: only before and after training")
-    sample_prompt: str = _key("The", "what the finished model is asked to continue (or, for chats, to answer)")
-    sample_tokens: int = _key(64, "most tokens in the sample")
+    output_dir: Annotated[str | None, "folder for the finished model, in Hugging Face format"] = None
+    overwrite: Annotated[bool, "replace the model that output_dir holds"] = False
+    logging_steps: Annotated[int, "steps between two reports"] = 10
+    eval_steps: Annotated[int | None, "steps between two evaluations; default: only before and after training"] = None
+    sample_prompt: Annotated[str, "what the finished model is asked to continue (or, for chats, to answer)"] = "The"
+    sample_tokens: Annotated[int, "most tokens in the sample"] = 64
 
     @property
     def output_path(self) -> Path:

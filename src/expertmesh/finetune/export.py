@@ -1,0 +1,80 @@
+"""Writing the finished model as an ordinary Hugging Face folder, and proving that Transformers alone can read it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from expertmesh.errors import ModelError
+from expertmesh.finetune.recipe import Recipe
+
+_RELOAD = Path(__file__).with_name("reload.py")
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "NODE_RANK")
+_ENGINE_VARIABLES = ("ACCELERATE_", "PARALLELISM_CONFIG_", "FSDP_", "EXPERTMESH_")
+
+
+@contextmanager
+def removed_if_unfinished(folder: Path) -> Iterator[None]:
+    """Start without `folder` and leave without it, whatever happens in between."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def save_model(
+    recipe: Recipe, model: PreTrainedModel, state_dict: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Write weights, configuration, generation settings and tokenizer, then move them into place in one step.
+
+    Args:
+        recipe: says where.
+        model: unwrapped; only its configuration and its names are used.
+        state_dict: the full weights, gathered to this process.
+        tokenizer: saved beside the model.
+    """
+    partial, output = recipe.partial_path, recipe.output_path
+    partial.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(partial, state_dict=state_dict)
+    tokenizer.save_pretrained(partial)
+    replaced = output.with_name(f".{output.name}.replaced")
+    with removed_if_unfinished(replaced):
+        if output.exists():
+            output.rename(replaced)
+        partial.rename(output)
+
+
+def check_in_stock_process(recipe: Recipe) -> str:
+    """Reload the folder with stock Transformers in a fresh process without expertmesh; returns its generated sample.
+
+    The weights stay where they are when this fails: a long training is not to be lost to its last check.
+
+    Raises:
+        ModelError: the folder does not load, or its weights are not exactly those the model has.
+    """
+    command = [sys.executable, "-P", _RELOAD, recipe.output_path, recipe.sample_prompt, str(recipe.sample_tokens)]
+    if recipe.messages_column is not None:
+        command.append("--chat")
+    child = subprocess.run(command, env=stock_environment(os.environ), capture_output=True, text=True, check=False)
+    if child.returncode:
+        raise ModelError(
+            f"the model in {str(recipe.output_dir)!r} was written, but stock Transformers does not reload it; "
+            f"the process said:\n{child.stderr.strip()}"
+        )
+    return child.stdout.strip()
+
+
+def stock_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what a launcher put there, and with PyTorch's plugin autoload off."""
+    launched = _LAUNCHER_VARIABLES + _ENGINE_VARIABLES
+    kept = {name: value for name, value in environ.items() if not name.startswith(launched)}
+    return {**kept, "EXPERTMESH_AUTOLOAD": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
