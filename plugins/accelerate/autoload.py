@@ -1,0 +1,119 @@
+"""The entry point that PyTorch calls at the end of every `import torch`: how an untouched script comes to see EP.
+
+`activate` does nothing unless this process is Accelerate's launcher, or a worker that such a launcher gave an expert
+parallel (EP) size. It then only waits: a module of Accelerate is patched right after it was executed, because while
+`import torch` runs Accelerate is at best half imported. `EXPERTMESH_AUTOLOAD=0` switches all of it off.
+
+Monkey-patches made from here, checked on accelerate 1.15.0:
+
+- launcher: see `launcher`, the only other module that patches anything.
+- worker: `accelerate.parallelism_config.ParallelismConfig.__new__`. Constructing the class, by whichever name a script,
+  Accelerate or Transformers imported it, gives an `ExpertMeshConfig`, which is a subclass. The class itself stays the
+  one that everybody subclasses and checks instances against.
+
+Nothing but the standard library is imported before it is needed: every user of PyTorch pays for this file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+LAUNCHER_MODULES = ("accelerate.commands.launch", "accelerate.commands.accelerate_cli")
+
+
+def activate() -> None:
+    """Prepare a launcher or a worker for EP. Never raises: a broken hook must not break `import torch`."""
+    _harmlessly(_activate)
+
+
+def _activate() -> None:
+    if os.environ.get("EXPERTMESH_AUTOLOAD") == "0":
+        return
+    if _is_launcher():
+        sys.meta_path.insert(0, AfterImport("accelerate.commands.utils", _teach_launcher))
+    elif "PARALLELISM_CONFIG_EP_SIZE" in os.environ:
+        from expertmesh.errors import install_one_line_reports
+
+        install_one_line_reports()
+        sys.meta_path.insert(0, AfterImport("accelerate.parallelism_config", _construct_expert_mesh_configs))
+
+
+def _is_launcher() -> bool:
+    """Whether this is `accelerate launch`, `accelerate-launch`, or one of their modules run by `python -m`."""
+    argv = getattr(sys, "argv", None) or [""]  # An embedded interpreter may have none.
+    if argv[0] == "-m":
+        # Python is still importing the packages around the module; its name is only in the original command line.
+        module = sys.orig_argv[-len(argv)].removeprefix("-m")
+        return module == LAUNCHER_MODULES[0] or (module == LAUNCHER_MODULES[1] and argv[1:2] == ["launch"])
+    program = os.path.splitext(os.path.basename(argv[0]))[0]
+    return program == "accelerate-launch" or (program == "accelerate" and argv[1:2] == ["launch"])
+
+
+def _teach_launcher(commands_utils: ModuleType) -> None:
+    from expertmesh_plugins.accelerate.launcher import patch_launch_parser
+
+    patch_launch_parser(commands_utils.CustomArgumentParser)
+
+
+def _construct_expert_mesh_configs(parallelism_config: ModuleType) -> None:
+    plain = parallelism_config.ParallelismConfig
+
+    def construct(cls: type, *_: Any, **__: Any) -> Any:
+        if cls is plain:
+            # Not before somebody constructs one: the module needs all of Accelerate, which is half imported by now.
+            from expertmesh_plugins.accelerate.parallelism import ExpertMeshConfig
+
+            cls = ExpertMeshConfig
+        return object.__new__(cls)
+
+    plain.__new__ = staticmethod(construct)
+
+
+class AfterImport(MetaPathFinder):
+    """Finds one module as usual, calls `callback(module)` right after its code ran, and is gone then."""
+
+    def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._callback = callback
+        self._searching = False
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The other finders' answer, with a loader that calls back; `None` for every other module."""
+        if name != self._name or self._searching:
+            return None
+        self._searching = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self._searching = False
+        if spec is not None:
+            self._wrap(spec.loader)
+        return spec
+
+    def _wrap(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            sys.meta_path.remove(self)
+            _harmlessly(lambda: self._callback(module))
+
+        loader.exec_module = exec_module
+
+
+def _harmlessly(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Exception as error:
+        print(
+            f"expertmesh: expert parallelism is not available, its import hook failed ({type(error).__name__}: "
+            f"{error}): reinstall expertmesh, or set EXPERTMESH_AUTOLOAD=0 to silence this.",
+            file=sys.stderr,
+        )
