@@ -113,7 +113,9 @@ def _run_all(
                 )
             running.append((process, paths))
         late = _wait([process for process, _ in running], time.monotonic() + timeout)
-        finished = [Finished(process.returncode, *(p.read_text(errors="replace") for p in paths)) for process, paths in running]
+        finished = [
+            Finished(process.returncode, *(p.read_text(errors="replace") for p in paths)) for process, paths in running
+        ]
     if late:
         raise AssertionError(f"not finished after {timeout:.0f} s: {commands[0]}\n{_transcript(finished)}")
     return finished

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from expertmesh_plugins.accelerate.fsdp import ExpertMeshFSDPPlugin
 
 from expertmesh.compute import check_compute
 from expertmesh.config import ExpertParallelConfig
 from expertmesh.dispatch import check_dispatcher
 from expertmesh.errors import ConfigError
-from expertmesh_plugins.accelerate.fsdp import ExpertMeshFSDPPlugin
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""The two views of the same ranks: dense weights see `(dp_replicate, dp_shard_cp)`, experts see `(dp_replicate, efsdp, ep)`.
+"""Two views of the same ranks: dense weights see `(dp_replicate, dp_shard_cp)`, experts `(dp_replicate, efsdp, ep)`.
 
 Example: 8 ranks, dp_replicate_size=2, dp_shard_size=4, ep_size=2, so efsdp = 4 / 2 = 2, and 8 experts [E0..E7]::
 

@@ -128,7 +128,7 @@ def _fully_shard_experts(experts: nn.Module, mesh: ExpertMesh, fsdp_options: dic
 
 
 def _efsdp_placement(efsdp_size: int, parameter: nn.Parameter) -> Shard:
-    """Whole experts a rank where they can be split evenly; else every expert's rows, so that no rank is left without."""
+    """Whole experts a rank where they divide evenly; else every expert's rows, so that no rank is left without."""
     num_local_experts, width = parameter.to_local().shape[:2]
     by_rows = num_local_experts % efsdp_size != 0 and width % efsdp_size == 0
     return Shard(1) if by_rows else Shard(0)
@@ -170,9 +170,7 @@ def parallelize(
     device = torch.device(device) if device is not None else _default_device()
     dense_mesh = build_dense_mesh(config, device.type)
     options = {"mp_policy": mp_policy or MixedPrecisionPolicy(), "reshard_after_forward": reshard_after_forward}
-    sharded = apply_expert_parallel(
-        model, config, build_expert_mesh(config, device.type), dense_mesh, device, options
-    )
+    sharded = apply_expert_parallel(model, config, build_expert_mesh(config, device.type), dense_mesh, device, options)
     if activation_checkpointing:
         for parent, name, block in list(_blocks(model)):
             setattr(parent, name, checkpoint_wrapper(block, preserve_rng_state=False))
