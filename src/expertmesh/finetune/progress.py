@@ -16,12 +16,15 @@ from expertmesh.observe import ExpertLoad
 class FinetuneProgress(TrainerCallback):
     """Replaces Trainer's own progress report. Needs `include_num_input_tokens_seen`, which counts over all ranks.
 
-    Adds `tokens_per_second` and `expert_imbalance` to the logs, so that they reach `trainer_state.json` and trackers.
-    Where there is no terminal a line is printed at each report instead of a bar.
+    Adds `tokens_per_second` and `expert_imbalance` to the logs, so that they reach the log history and trackers.
+    Where there is no terminal, a line is printed at each report instead of a bar.
+
+    Attributes:
+        held_out: the held-out perplexity by the number of steps after which it was measured.
     """
 
     def __init__(self) -> None:
-        self.held_out: list[float] = []
+        self.held_out: dict[int, float] = {}
         self._bar: tqdm | None = None
         self._load: ExpertLoad | None = None
         self._tokens, self._since = 0, time.perf_counter()
@@ -66,7 +69,7 @@ class FinetuneProgress(TrainerCallback):
         **_: Any,
     ) -> None:
         perplexity = metrics["eval_perplexity"]
-        self.held_out.append(perplexity)
+        self.held_out[state.global_step] = perplexity
         if state.is_world_process_zero:
             tqdm.write(f"held-out perplexity after step {state.global_step}: {perplexity:.2f}")
         # The time it took is no training time.

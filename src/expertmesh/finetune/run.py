@@ -37,7 +37,7 @@ def finetune(recipe: Recipe) -> None:
     with removed_if_unfinished(recipe.partial_path) if is_main else nullcontext():
         trainer, progress = build_trainer(recipe, arguments)
         trainer.train()
-        if recipe.eval_fraction:
+        if recipe.eval_fraction and trainer.state.global_step not in progress.held_out:
             trainer.evaluate(ignore_keys=IGNORED_OUTPUTS)
         model, state_dict = gather(trainer)
         if is_main:
@@ -161,5 +161,6 @@ def describe(
 def report(recipe: Recipe, progress: FinetuneProgress, sample: str, seconds: float) -> None:
     """The closing lines of a fine-tune."""
     if progress.held_out:
-        print(f"held-out perplexity: {progress.held_out[0]:.2f} before, {progress.held_out[-1]:.2f} after")
+        before, *_, after = progress.held_out.values()
+        print(f"held-out perplexity: {before:.2f} before, {after:.2f} after")
     print(f"saved to {recipe.output_dir}, {seconds:.0f} s in all; reloaded by stock Transformers, it says:\n{sample}")

@@ -1,0 +1,95 @@
+"""The console script `expertmesh`. Libraries are imported by the subcommand that needs them, so `--help` is fast."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from expertmesh.errors import ConfigError, install_one_line_reports
+
+_HELP = """\
+Expert parallelism for Hugging Face mixture-of-experts models.
+
+usage: expertmesh COMMAND ...
+
+commands:
+  finetune RECIPE.yaml [--config LAUNCH.yaml] [--key value ...]
+          fine-tune; with --config on the ranks that `accelerate launch` starts for it
+  doctor  what is installed, whether the launch hook is active, which dispatchers and computes work here
+
+examples:
+  expertmesh finetune launch_configs/quickstart.yaml
+  expertmesh finetune launch_configs/quickstart.yaml --config launch_configs/ep2_cpu.yaml --max_steps 50
+  expertmesh doctor
+
+`expertmesh finetune --help` lists the keys of a recipe."""
+
+
+def main() -> None:
+    """Run the subcommand that the command line names; its return value is the exit status."""
+    install_one_line_reports()
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(_HELP)
+        return
+    if name not in _COMMANDS:
+        raise ConfigError(f"{name!r} is not a command: choose among {', '.join(_COMMANDS)}.")
+    sys.exit(_COMMANDS[name](arguments))
+
+
+def finetune(arguments: Sequence[str]) -> int:
+    """Check the recipe, then become the process that runs it, so that signals and the exit status are its own.
+
+    Raises:
+        ConfigError: the recipe cannot work, or the launch configuration is missing; nothing was started.
+    """
+    from expertmesh.finetune.arguments import help_text, read_recipe, wants_help
+
+    launch_config, recipe_arguments = _take_launch_config(arguments)
+    if wants_help(recipe_arguments):
+        print(help_text())
+        return 0
+    read_recipe(recipe_arguments)
+    command = finetune_command(launch_config, recipe_arguments)
+    os.execv(command[0], command)
+
+
+def finetune_command(launch_config: Path | None, recipe_arguments: Sequence[str]) -> list[str]:
+    """The command line that runs a recipe: under `accelerate launch` if there is a launch configuration."""
+    module = ["-m", "expertmesh.finetune", *recipe_arguments]
+    if launch_config is None:
+        return [sys.executable, *module]
+    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    return [*launcher, "--config_file", str(launch_config), *module]
+
+
+def _take_launch_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Separate `--config FILE` (or `--config_file`) from what belongs to the recipe."""
+    rest = list(arguments)
+    for option in ("--config", "--config_file"):
+        if option in rest:
+            position = rest.index(option)
+            if position + 1 == len(rest):
+                raise ConfigError(f"{option} has no value: name a launch configuration.")
+            path = Path(rest[position + 1])
+            if not path.is_file():
+                raise ConfigError(f"there is no launch configuration {str(path)!r}: correct the path.")
+            return path, rest[:position] + rest[position + 2 :]
+    return None, rest
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Print every finding; the exit status is 1 if one of them keeps expert parallelism from working."""
+    from expertmesh.doctor import findings
+
+    if arguments:
+        raise ConfigError(f"doctor takes no arguments, but got {' '.join(arguments)}.")
+    found = findings()
+    for finding in found:
+        print(finding)
+    return int(any(finding.broken for finding in found))
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"finetune": finetune, "doctor": doctor}

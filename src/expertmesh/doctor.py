@@ -1,0 +1,140 @@
+"""What `expertmesh doctor` looks at. Each check is a function that returns findings, and changes nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import chain
+
+from packaging.requirements import Requirement
+
+from expertmesh.errors import ConfigError
+
+_SWITCHES = ("EXPERTMESH_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+# Offered by no version yet, but asked for by name.
+_EXPECTED_DISPATCHERS = ("deepep", "hybridep")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        subject: what was looked at.
+        text: what was found, with the remedy if something is to be done.
+        works: False where it does not.
+        required: whether expert parallelism needs it.
+    """
+
+    subject: str
+    text: str
+    works: bool = True
+    required: bool = True
+
+    @property
+    def broken(self) -> bool:
+        """Something that expert parallelism cannot do without does not work."""
+        return self.required and not self.works
+
+    def __str__(self) -> str:
+        mark = "ok" if self.works else ("FAIL" if self.required else "--")
+        return f"{mark:<5}{self.subject:<22} {self.text}"
+
+
+def findings() -> list[Finding]:
+    """The report of every check."""
+    checks = (versions, accelerator, launch_hook, dispatchers, computes)
+    return list(chain.from_iterable(check() for check in checks))
+
+
+def versions() -> Iterable[Finding]:
+    """Python, this package, and every library it or one of its extras wants, against the version wanted."""
+    yield Finding("python", platform.python_version())
+    yield Finding("expertmesh", metadata.version("expertmesh"))
+    for text in metadata.requires("expertmesh") or ():
+        requirement = Requirement(text)
+        extra = _extra_of(requirement)
+        if extra != "dev":
+            yield _version(requirement, extra)
+
+
+def _version(requirement: Requirement, extra: str | None) -> Finding:
+    wanted = str(requirement.specifier) or "any version"
+    remedy = f"`pip install 'expertmesh[{extra}]'`" if extra else f"`pip install '{requirement.name}{wanted}'`"
+    try:
+        found = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        why = "optional, not installed" if extra else "not installed"
+        return Finding(requirement.name, f"{why}: {remedy}", works=False, required=extra is None)
+    works = requirement.specifier.contains(found, prereleases=True)
+    text = f"{found} ({wanted})" if works else f"{found} is not {wanted}: {remedy}"
+    return Finding(requirement.name, text, works, required=extra is None)
+
+
+def _extra_of(requirement: Requirement) -> str | None:
+    """The extra of this package that wants the requirement."""
+    extras = metadata.metadata("expertmesh").get_all("Provides-Extra") or ()
+    if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        return None
+    return next((extra for extra in extras if requirement.marker.evaluate({"extra": extra})), "dev")
+
+
+def accelerator() -> Iterable[Finding]:
+    """The devices PyTorch sees, and the communication backends it was built with."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        yield Finding("accelerator", f"none: processes run on the CPU ({os.cpu_count()} cores)")
+    else:
+        name = getattr(torch.get_device_module(device), "get_device_name", lambda: device.type)()
+        yield Finding("accelerator", f"{torch.accelerator.device_count()} x {name}")
+    backends = [name for name in ("nccl", "gloo", "xccl", "mpi", "ucc") if dist.is_backend_available(name)]
+    yield Finding("communication", ", ".join(backends) or "no backend", works=bool(backends))
+
+
+def launch_hook() -> Iterable[Finding]:
+    """Whether the entry point is installed, and whether it did its work in this very process."""
+    installed = [point for point in metadata.entry_points(group="torch.backends") if point.name == "expertmesh"]
+    if not installed:
+        yield Finding("launch hook", "not installed: `pip install expertmesh` writes it", works=False)
+        return
+    yield Finding("launch hook", f"installed as {installed[0].value}")
+    off = [name for name in _SWITCHES if os.environ.get(name) == "0"]
+    if off:
+        yield Finding("launch hook", f"switched off: unset {' and '.join(off)}", works=False)
+        return
+    from accelerate.commands.launch import launch_command_parser
+
+    active = re.search(r"--config[ ,]", launch_command_parser().format_help()) is not None
+    text = "active: `accelerate launch` takes --config" if active else "inactive: `accelerate launch` has no --config"
+    yield Finding("launch hook", text, works=active)
+
+
+def dispatchers() -> Iterable[Finding]:
+    """Which ways of moving tokens can be chosen as ep_dispatcher."""
+    from expertmesh.dispatch.select import DISPATCHERS, check_dispatcher
+
+    for name in (*DISPATCHERS, *_EXPECTED_DISPATCHERS):
+        yield _choice("dispatcher", name, check_dispatcher)
+
+
+def computes() -> Iterable[Finding]:
+    """Which ways of multiplying experts can be chosen as ep_compute."""
+    from expertmesh.compute.select import COMPUTES, check_compute
+
+    for name in COMPUTES:
+        yield _choice("compute", name, check_compute)
+
+
+def _choice(kind: str, name: str, check: Callable[[str], None]) -> Finding:
+    try:
+        check(name)
+    except ConfigError as error:
+        return Finding(f"{kind} {name}", str(error), works=False, required=False)
+    return Finding(f"{kind} {name}", "usable")
