@@ -243,13 +243,18 @@ def _end_like_the_workers() -> None:
                 raise
             raise SystemExit(CONFIG_EXIT_CODE) from None
 
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_no_refusal)
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_news)
     elastic.run = run_and_pass_on_refusals
 
 
-def _is_no_refusal(record: logging.LogRecord) -> bool:
-    """A log filter that drops elastic's error report about a worker that refused its configuration."""
-    return not (record.msg.startswith("failed (exitcode") and CONFIG_EXIT_CODE in record.args)
+def _is_news(record: logging.LogRecord) -> bool:
+    """A log filter that drops elastic's report of a worker that refused its configuration and said so itself.
+
+    That elastic ends the other workers is dropped too: it says so before it says why, and always does it.
+    """
+    if record.msg.startswith("failed (exitcode"):
+        return CONFIG_EXIT_CODE not in record.args
+    return not record.msg.startswith("Sending process")
 
 
 def _only(prefix: str, options: dict[str, Any]) -> dict[str, Any]:
