@@ -9,7 +9,7 @@ Monkey-patches made from here, checked on accelerate 1.15.0:
 - launcher: see `launcher`, the only other module that patches anything.
 - worker: `accelerate.parallelism_config.ParallelismConfig.__new__`. Constructing the class, by whichever name a script,
   Accelerate or Transformers imported it, gives an `ExpertMeshConfig`, which is a subclass. The class itself stays the
-  one that everybody subclasses and checks instances against.
+  one that everybody checks instances against; a script's own subclass of it stays what it is, without EP.
 
 Nothing but the standard library is imported before it is needed: every user of PyTorch pays for this file.
 """
