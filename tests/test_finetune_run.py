@@ -90,7 +90,6 @@ def test_chats_without_packing_replace_an_older_model(recipe_file):
     ("overrides", "expected"),
     [
         (("--max_step", "3"), "did you mean `max_steps`?"),
-        (("--text_column", "txt"), "did you mean `text`?"),
         (("--sequence_length", "128"), "more than the model's 64"),
         (("--model_config.vocab_size", "50"), "vocab_size is 50"),
         (("--model_config.num_expert", "4"), "did you mean `num_experts`?"),

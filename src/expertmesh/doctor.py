@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
@@ -99,7 +100,7 @@ def accelerator() -> Iterable[Finding]:
 
 
 def launch_hook() -> Iterable[Finding]:
-    """Whether the entry point is installed, and whether it did its work in this very process."""
+    """Whether the entry point is installed, and whether it does its work in a launcher."""
     installed = [point for point in metadata.entry_points(group="torch.backends") if point.name == "expertmesh"]
     if not installed:
         yield Finding("launch hook", "not installed: `pip install expertmesh` writes it", works=False)
@@ -109,10 +110,11 @@ def launch_hook() -> Iterable[Finding]:
     if off:
         yield Finding("launch hook", f"switched off: unset {' and '.join(off)}", works=False)
         return
-    from accelerate.commands.launch import launch_command_parser
-
-    active = re.search(r"--config[ ,]", launch_command_parser().format_help()) is not None
-    text = "active: `accelerate launch` takes --config" if active else "inactive: `accelerate launch` has no --config"
+    # The hook acts in a launcher's process only, so that is where to look.
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--help"]
+    launcher = subprocess.run(command, capture_output=True, text=True, check=False)
+    active = "--parallelism_config_ep_size" in launcher.stdout
+    text = "active" if active else f"inactive: {launcher.stderr.strip() or 'the launcher knows no --config'}"
     yield Finding("launch hook", text, works=active)
 
 

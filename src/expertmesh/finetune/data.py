@@ -37,17 +37,18 @@ def build_rows(recipe: Recipe, documents: Dataset, tokenizer: PreTrainedTokenize
     tokenize = _tokenize_chat if recipe.messages_column else _tokenize_text
     arguments = {"column": column, "tokenizer": tokenizer}
     rows = documents.map(tokenize, fn_kwargs=arguments, remove_columns=[column], desc=f"tokenizing {name} data")
-    tokens = sum(len(ids) for ids in rows["input_ids"])
     shape = _pack if recipe.packing else _cut
-    rows = rows.map(shape, batched=True, fn_kwargs={"length": recipe.sequence_length}, desc=f"cutting {name} data")
-    rows = rows.filter(_has_labels, desc=f"checking {name} data")
-    if not len(rows):
+    cut = {"length": recipe.sequence_length}
+    shaped = rows.map(shape, batched=True, fn_kwargs=cut, desc=f"cutting {name} data")
+    learnable = shaped.filter(_has_labels, desc=f"checking {name} data")
+    if not len(learnable):
+        tokens = sum(len(ids) for ids in rows["input_ids"])
         raise ConfigError(
             f"the {name} data has {tokens} tokens in {len(documents)} documents, which make no sequence of "
             f"{recipe.sequence_length} tokens with something to learn: lower sequence_length"
             f"{', or change eval_fraction' if recipe.eval_fraction else ''}."
         )
-    return rows
+    return learnable
 
 
 def count_cut_documents(recipe: Recipe, rows: Dataset) -> int:
