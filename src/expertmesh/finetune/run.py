@@ -69,6 +69,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         num_train_epochs=recipe.epochs,
         max_steps=recipe.max_steps or -1,
         seed=recipe.seed,
+        use_cpu=not torch.accelerator.is_available(),
         bf16=recipe.mixed_precision == "bf16",
         activation_checkpointing=recipe.activation_checkpointing,
         logging_steps=recipe.logging_steps,
