@@ -1,0 +1,131 @@
+"""The hand-written experts against the model's own eager forward, for every layout a family of Transformers uses.
+
+Both computes, float32, relative error 1e-5 of the output and of every gradient: of tokens, routing weights and parameters.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks.models import FAMILIES, build
+from torch import nn
+from transformers import AriaTextConfig, MuseSparkTextConfig
+from transformers.models.aria.modeling_aria import AriaExperts
+from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
+
+from expertmesh.compute import build_expert_function
+from expertmesh.compute.normed import normed_experts
+from expertmesh.compute.routed import ExpertTensors, routed_experts
+from expertmesh.dispatch.local import LocalDispatcher
+from expertmesh.errors import ConfigError
+from expertmesh.experts import ExpertsSpec, find_experts
+
+TOKENS, TOP_K = 40, 3
+
+
+def from_model(family):
+    return next(iter(find_experts(build(family)).values()))
+
+
+def from_class(experts_class, config):
+    torch.manual_seed(0)
+    experts = experts_class(config)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return experts
+
+
+SIZES = dict(hidden_size=32, intermediate_size=24, moe_intermediate_size=24, num_experts_per_tok=2)
+LAYOUTS = {
+    **{family: lambda family=family: from_model(family) for family in FAMILIES},
+    "aria": lambda: from_class(AriaExperts, AriaTextConfig(moe_num_experts=8, **SIZES)),
+    "minimax_m3_vl": lambda: from_class(MiniMaxM3VLExperts, MiniMaxM3VLTextConfig(num_local_experts=8, **SIZES)),
+    "muse_spark": lambda: from_class(
+        MuseSparkExperts,
+        MuseSparkTextConfig(
+            num_local_experts=8, moe_hidden_size=32, num_attention_heads=2, num_key_value_heads=2, **SIZES
+        ),
+    ),
+}
+
+
+def run_ours(experts, name, hidden, index, weights):
+    spec = ExpertsSpec.of(experts)
+    function = build_expert_function(name, experts, spec, gradient_scale=1.0)
+    dispatched = LocalDispatcher(spec.num_experts).dispatch(hidden, index, weights)
+    tensors = ExpertTensors(*(getattr(experts, parameter) for parameter in spec.parameter_names))
+    operands = (function, tensors, dispatched.tokens, dispatched.row_weights, dispatched.rows)
+    if spec.has_post_expert_norm:
+        return normed_experts(*operands, experts.post_expert_norm)
+    return routed_experts(*operands)
+
+
+def gradients(experts, forward, hidden, index, weights):
+    hidden, weights = (tensor.detach().clone().requires_grad_() for tensor in (hidden, weights))
+    output = forward(hidden, index, weights)
+    leaves = {"hidden": hidden, "weights": weights, **dict(experts.named_parameters())}
+    mixed = (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum()
+    found = torch.autograd.grad(mixed, list(leaves.values()))
+    return {"output": output.detach(), **dict(zip(leaves, found, strict=True))}
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+    for name, value in expected.items():
+        error = (actual[name] - value).abs().max() / value.abs().max().clamp_min(1e-12)
+        assert error <= tolerance, f"{name}: relative error {error:.1e}"
+
+
+def routing(kind):
+    generator = torch.Generator().manual_seed(3)
+    index = torch.rand(TOKENS, 8, generator=generator).argsort(1)[:, :TOP_K]
+    if kind == "one-expert":
+        index = torch.full_like(index, 5)
+    if kind == "few-experts":
+        index = index % 3
+    return index, torch.rand(TOKENS, TOP_K, generator=generator)
+
+
+@pytest.mark.parametrize("compute", ["expert_loop", "grouped_mm"])
+@pytest.mark.parametrize("kind", ["even", "one-expert", "few-experts"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_the_models_own_forward(layout, kind, compute):
+    experts = LAYOUTS[layout]()
+    width = getattr(experts, ExpertsSpec.of(experts).up_name)
+    features = width.shape[1] if experts.is_transposed else width.shape[2]
+    hidden = torch.randn(TOKENS, features, generator=torch.Generator().manual_seed(2))
+    index, weights = routing(kind)
+    experts.config._experts_implementation = "eager"
+    expected = gradients(experts, experts, hidden, index, weights)
+    ours = gradients(experts, lambda *inputs: run_ours(experts, compute, *inputs), hidden, index, weights)
+    assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("compute", ["expert_loop", "grouped_mm"])
+def test_no_tokens_give_zero_gradients_and_stay_connected(compute):
+    experts = from_model("gpt_oss")
+    hidden, index, weights = torch.zeros(0, 32), torch.zeros(0, TOP_K, dtype=torch.long), torch.zeros(0, TOP_K)
+    found = gradients(experts, lambda *inputs: run_ours(experts, compute, *inputs), hidden, index, weights)
+    assert found["output"].shape == (0, 32)
+    assert all(not value.any() for value in found.values())
+
+
+def test_bf16_tokens_with_float32_weights_accumulate_in_float32():
+    experts = from_model("qwen3_moe")
+    index, weights = routing("even")
+    hidden = torch.randn(TOKENS, 32, generator=torch.Generator().manual_seed(2))
+    exact = gradients(experts, lambda *inputs: run_ours(experts, "expert_loop", *inputs), hidden, index, weights)
+    rounded = gradients(
+        experts, lambda *inputs: run_ours(experts, "expert_loop", *inputs).float(), hidden.bfloat16(), index, weights
+    )
+    assert rounded["gate_up_proj"].dtype == torch.float32
+    assert rounded["hidden"].dtype == torch.bfloat16
+    # bf16 keeps 8 bits: an error of a few 2^-8 on every operand of two chained products.
+    assert_close(rounded, exact, tolerance=0.03)
+
+
+def test_unknown_compute_is_refused_with_the_known_ones():
+    experts = from_model("qwen3_moe")
+    with pytest.raises(ConfigError, match="auto or one of grouped_mm, expert_loop"):
+        build_expert_function("cutlass", experts, ExpertsSpec.of(experts), 1.0)
