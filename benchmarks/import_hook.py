@@ -2,8 +2,8 @@
 
 PyTorch looks up the entry points of the group `torch.backends`, imports ours and calls it. Each of these steps is timed
 in fresh interpreters, right after an `import torch` that skipped them. The kinds of process take turns, so that a busy
-moment of the machine hits all of them. The lookup is PyTorch's own cost: it is there without us. Python may keep compiled
-files here, as it may in any installation; compiling ours anew each time would cost another millisecond.
+moment of the machine hits all of them. The lookup is PyTorch's own cost: it is there without us. Python may keep
+compiled files here, as it may in any installation; compiling ours anew each time would cost another millisecond.
 
     python benchmarks/import_hook.py [--rounds 20]
 """

@@ -13,7 +13,7 @@ import torch.distributed.run as elastic
 from accelerate.commands import config as commands_config
 from accelerate.commands import launch
 from accelerate.commands.utils import CustomArgumentParser
-from accelerate.utils.launch import prepare_multi_gpu_env
+from accelerate.utils import launch as utils_launch
 from expertmesh_plugins.accelerate.launcher import patch_launch_parser
 from processes import test_environment
 
@@ -27,6 +27,8 @@ class Launcher:
         self._monkeypatch = monkeypatch
         monkeypatch.setattr(CustomArgumentParser, "add_argument", CustomArgumentParser.add_argument)
         monkeypatch.setattr(elastic, "run", elastic.run)
+        # Nothing listens in the end, so a job that uses the port at this moment does not matter.
+        monkeypatch.setattr(utils_launch, "is_port_in_use", lambda port: False)
         monkeypatch.setattr(ELASTIC_LOG, "filters", list(ELASTIC_LOG.filters))
         self.set_default_file("/there/is/none.yaml")
         self.set_accelerators(0)
@@ -53,4 +55,4 @@ class Launcher:
             launch.launch_command(launch.launch_command_parser().parse_args([str(word) for word in command_line]))
             ((kind, args),) = chosen.items()
             self.num_processes = args.num_processes
-            return kind, prepare_multi_gpu_env(args)
+            return kind, utils_launch.prepare_multi_gpu_env(args)

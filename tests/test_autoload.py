@@ -1,4 +1,4 @@
-"""The hook at the end of `import torch`: whom it touches, what it imports for everybody else, and that it never breaks."""
+"""The hook at the end of `import torch`: whom it touches, what all others import for it, and that it never breaks."""
 
 from __future__ import annotations
 

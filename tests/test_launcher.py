@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed.run as elastic
 import yaml
 from launching import Launcher
 from processes import ROOT, free_port, run_command
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from expertmesh.errors import CONFIG_EXIT_CODE
 
@@ -122,6 +124,31 @@ def test_workers_that_refuse_end_the_launcher_with_their_line_and_status(tmp_pat
     (line,) = finished.stderr.splitlines()
     assert line.startswith("expertmesh: ")
     assert "dp_shard_size 3" in line
+
+
+def end_with(monkeypatch, exit_codes):
+    """Let torch elastic report workers that ended with these statuses, by rank, to a launch with EP."""
+    failures = {rank: ProcessFailure(rank, 1, code, "none") for rank, code in exit_codes.items()}
+
+    def run(args):
+        raise ChildFailedError("train.py", failures)
+
+    monkeypatch.setattr(elastic, "run", run)
+    launcher = Launcher(monkeypatch)
+    launcher.workers("--config", EP2_CPU, "train.py")
+    elastic.run(None)
+
+
+def test_a_refusal_that_rank_0_could_not_explain_is_not_silent(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        end_with(monkeypatch, {0: -15, 1: CONFIG_EXIT_CODE})
+    assert ended.value.code == CONFIG_EXIT_CODE
+    assert capsys.readouterr().err.startswith("expertmesh: rank 1 refused its configuration")
+
+
+def test_a_crash_stays_a_crash(monkeypatch):
+    with pytest.raises(ChildFailedError):
+        end_with(monkeypatch, {0: 1, 1: -15})
 
 
 # What the workers are told.

@@ -239,8 +239,15 @@ def _end_like_the_workers() -> None:
         try:
             run(args)
         except ChildFailedError as error:
-            if CONFIG_EXIT_CODE not in {failure.exitcode for failure in error.failures.values()}:
+            refused = [rank for rank, failure in error.failures.items() if failure.exitcode == CONFIG_EXIT_CODE]
+            if not refused:
                 raise
+            if 0 not in refused:
+                print(
+                    f"expertmesh: rank {refused[0]} refused its configuration, but rank 0, which says why, did not do "
+                    f"so on this machine: look at the first machine's output, or start again.",
+                    file=sys.stderr,
+                )
             raise SystemExit(CONFIG_EXIT_CODE) from None
 
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_news)
