@@ -1,6 +1,6 @@
 """The hand-written experts against the model's own eager forward, for every layout a family of Transformers uses.
 
-Both computes, float32, relative error 1e-5 of the output and of every gradient: of tokens, routing weights and parameters.
+Both computes, float32, relative error 1e-5 of the output and of every gradient (tokens, routing weights, parameters).
 """
 
 from __future__ import annotations
