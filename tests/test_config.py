@@ -71,6 +71,11 @@ def test_an_unknown_key_names_the_nearest_known_one(key, nearest):
         refuse_unknown_keys([key])
 
 
+def test_deepspeeds_sequence_parallelism_is_refused():
+    with pytest.raises(ConfigError, match="set sp_size to 1"):
+        ExpertParallelConfig.from_mapping({"ep_size": 2, "sp_size": 2})
+
+
 def test_a_size_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match="parallelism_config_ep_size must be an integer, but is 'all'"):
         ExpertParallelConfig.from_mapping({"ep_size": "all"})

@@ -13,9 +13,8 @@ from accelerate.utils import DistributedType
 from expertmesh_plugins.accelerate.fsdp import ExpertMeshFSDPPlugin
 
 from expertmesh.compute import check_compute
-from expertmesh.config import ExpertParallelConfig
+from expertmesh.config import ExpertParallelConfig, refuse_sequence_parallelism
 from expertmesh.dispatch import check_dispatcher
-from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -45,6 +44,7 @@ class ExpertMeshConfig(ParallelismConfig):
     ep_layers: str | None = None
 
     def __post_init__(self) -> None:
+        refuse_sequence_parallelism(self.sp_size)
         given = {key: getattr(self, key) for key in ExpertParallelConfig.__dataclass_fields__}
         environment = ExpertParallelConfig.from_environment(os.environ)
         choices = {key: getattr(environment, key) if value is None else value for key, value in given.items()}
@@ -67,8 +67,6 @@ class ExpertMeshConfig(ParallelismConfig):
         super()._validate_accelerator(accelerator)
 
     def _install_fsdp_plugin(self, accelerator: Accelerator) -> None:
-        if self.device_mesh is None:
-            raise ConfigError("sp_size > 1 with DeepSpeed has no device mesh and cannot be combined with ep_size.")
         state = accelerator.state
         plugin = ExpertMeshFSDPPlugin.extend(
             getattr(state, "fsdp_plugin", None),

@@ -64,9 +64,11 @@ class ExpertParallelConfig:
         Keys that only Accelerate reads are skipped. Texts are converted, `-1` for `dp_shard_size` means "infer".
 
         Raises:
-            ConfigError: an unknown key (the nearest known one is named) or a size that is not an integer.
+            ConfigError: an unknown key (the nearest known one is named), a size that is not an integer, or DeepSpeed's
+                sequence parallelism.
         """
         refuse_unknown_keys(values)
+        refuse_sequence_parallelism({_short(key): value for key, value in values.items()}.get("sp_size"))
         ours = {_short(key): value for key, value in values.items() if _short(key) not in ACCELERATE_KEYS}
         return cls(**{key: _parse(key, value) for key, value in ours.items()})
 
@@ -156,6 +158,18 @@ def refuse_unknown_keys(keys: Iterable[str]) -> None:
         raise ConfigError(
             f"`{key}` in parallelism_config is not a known key: did you mean `{YAML_PREFIX}{near[0]}`? "
             f"Known keys: {', '.join(KNOWN_KEYS)} (each with the prefix `{YAML_PREFIX}`)."
+        )
+
+
+def refuse_sequence_parallelism(sp_size: object) -> None:
+    """Refuse Accelerate's `sp_size`, whose groups DeepSpeed makes by itself, outside of any mesh.
+
+    Raises:
+        ConfigError: `sp_size` is set and not 1.
+    """
+    if sp_size is not None and str(sp_size) != "1":
+        raise ConfigError(
+            f"sp_size {sp_size} (DeepSpeed) cannot be combined with expert parallelism: set sp_size to 1."
         )
 
 

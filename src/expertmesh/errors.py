@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from types import TracebackType
 
 # sysexits.h EX_CONFIG. A launcher can tell a refused configuration from a crash by it.
 CONFIG_EXIT_CODE = 78
+_SECONDS_FOR_RANK_0 = 10
 
 
 class ExpertMeshError(ValueError):
@@ -25,7 +27,8 @@ class ModelError(ExpertMeshError):
 def install_one_line_reports() -> None:
     """Make an uncaught `ExpertMeshError` end a launched job with one line from rank 0 instead of a traceback a rank.
 
-    Every rank exits with `CONFIG_EXIT_CODE`. Other exceptions keep their tracebacks.
+    Every rank exits with `CONFIG_EXIT_CODE`. Other exceptions keep their tracebacks. Another rank than 0 speaks only if
+    rank 0 has not ended the job by then: torchrun stops all ranks as soon as one exits.
     """
     previous = sys.excepthook
 
@@ -33,8 +36,9 @@ def install_one_line_reports() -> None:
         if not isinstance(error, ExpertMeshError):
             previous(kind, error, traceback)
             return
-        if os.environ.get("RANK", "0") == "0":
-            print(f"expertmesh: {error}", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(_SECONDS_FOR_RANK_0)
+        print(f"expertmesh: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # An exception hook cannot choose the exit status, and an orderly shutdown would wait for ranks that are
         # leaving too.
