@@ -32,20 +32,20 @@ LOSS_TOLERANCE = 5e-5
 
 @dataclass
 class ArmResult:
-    """What was seen of one arm: the losses of the warm-up, the milliseconds of each round, the peak resident set."""
+    """What was seen of one arm: the losses of the warm-up, the steps of each round, the peak resident set."""
 
     first_losses: list[float] = field(default_factory=list)
-    rounds: list[list[float]] = field(default_factory=list)
+    rounds: list[list[StepRecord]] = field(default_factory=list)
     peak_mib: float = 0.0
 
     @property
-    def milliseconds(self) -> list[float]:
+    def steps(self) -> list[StepRecord]:
         return [step for steps in self.rounds for step in steps]
 
     def ratio_to(self, other: ArmResult) -> float:
         """How many times the other's time this arm takes: the median over the rounds, in each of which both ran."""
         pairs = zip(self.rounds, other.rounds, strict=True)
-        return statistics.median(statistics.median(mine) / statistics.median(theirs) for mine, theirs in pairs)
+        return statistics.median(_median_time(mine) / _median_time(theirs) for mine, theirs in pairs)
 
 
 def measure(
@@ -63,7 +63,7 @@ def measure(
         _require_equal_losses(results)
         for turn in range(rounds):
             for arm in _rotated(arms, turn):
-                results[arm].rounds.append(_milliseconds(running[arm].run(steps_per_round)))
+                results[arm].rounds.append(running[arm].run(steps_per_round))
         for arm, processes in running.items():
             results[arm].peak_mib = processes.peak_memory_mib()
     return results
@@ -82,12 +82,21 @@ def profile(workload: str, arm: str, lifetime: float) -> str:
 def table(workload: str, results: dict[str, ArmResult]) -> str:
     """A Markdown table of one workload."""
     sizes = WORKLOADS[workload]
+    columns = (
+        "median ms",
+        "quartiles ms",
+        "min to max ms",
+        "CPU ms",
+        "time / expertmesh",
+        "floor / time",
+        "peak RSS MiB",
+    )
     rows = "\n".join(_row(arm, result, results) for arm, result in results.items())
     return (
         f"Workload {workload}: hidden {sizes.hidden_size}, expert intermediate {sizes.moe_intermediate_size}, "
         f"{sizes.sequences} x {sizes.sequence_length} tokens a rank\n\n"
-        "| arm | median ms | quartiles ms | min to max ms | time / expertmesh | floor / time | peak RSS MiB |\n"
-        "|---|---|---|---|---|---|---|\n"
+        f"| arm | {' | '.join(columns)} |\n"
+        f"|---{'|---' * len(columns)}|\n"
         f"{rows}\n\n"
         f"{_losses(results)}"
     )
@@ -106,8 +115,8 @@ def _rotated(arms: Sequence[str], turn: int) -> Sequence[str]:
     return [*arms[first:], *arms[:first]]
 
 
-def _milliseconds(steps: Iterable[StepRecord]) -> list[float]:
-    return [step.milliseconds for step in steps]
+def _median_time(steps: Iterable[StepRecord]) -> float:
+    return statistics.median(step.milliseconds for step in steps)
 
 
 def _require_equal_losses(results: dict[str, ArmResult]) -> None:
@@ -119,14 +128,15 @@ def _require_equal_losses(results: dict[str, ArmResult]) -> None:
 
 
 def _row(arm: str, result: ArmResult, results: dict[str, ArmResult]) -> str:
-    times = result.milliseconds
+    times = [step.milliseconds for step in result.steps]
+    cpu = statistics.median(step.cpu_milliseconds for step in result.steps)
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
     ratio = f"{result.ratio_to(results[OURS]):.2f}" if OURS in results else ""
     floor = f"{results[FLOOR].ratio_to(result):.0%}" if FLOOR in results else ""
     name, _ = ARMS[arm]
     return (
         f"| ({arm}) {name} | {middle:.0f} | {low:.0f} to {high:.0f} | {min(times):.0f} to {max(times):.0f} "
-        f"| {ratio} | {floor} | {result.peak_mib:.0f} |"
+        f"| {cpu:.0f} | {ratio} | {floor} | {result.peak_mib:.0f} |"
     )
 
 

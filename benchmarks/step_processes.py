@@ -12,23 +12,41 @@ import os
 import re
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Thread
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from step_arms import ARMS, RANKS, WORKLOADS
 
 REPLY_SECONDS = 300
 
 
+class RankStep(NamedTuple):
+    """One step on one rank. Processor time leaves out the waiting, for the other rank and for other people's work."""
+
+    seconds: float
+    cpu_seconds: float
+    loss: float
+
+
 @dataclass(frozen=True)
 class StepRecord:
-    """How long a step took until the slower rank was done, and the loss over the tokens of all ranks."""
+    """A step of all ranks: until the slower one was done, the busier one's processor time, and the mean loss."""
 
     milliseconds: float
+    cpu_milliseconds: float
     loss: float
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[RankStep]) -> StepRecord:
+        return cls(
+            milliseconds=1e3 * max(rank.seconds for rank in ranks),
+            cpu_milliseconds=1e3 * max(rank.cpu_seconds for rank in ranks),
+            loss=sum(rank.loss for rank in ranks) / len(ranks),
+        )
 
 
 class ArmProcesses:
@@ -62,11 +80,7 @@ class ArmProcesses:
 
     def run(self, steps: int) -> list[StepRecord]:
         """Run some steps, all ranks at once."""
-        ranks = self._call("run", steps)
-        return [
-            StepRecord(1e3 * max(seconds for seconds, _ in step), sum(loss for _, loss in step) / RANKS)
-            for step in zip(*ranks, strict=True)
-        ]
+        return [StepRecord.of_ranks(ranks) for ranks in zip(*self._call("run", steps), strict=True)]
 
     def forget_peak_memory(self) -> None:
         self._call("forget_peak_memory")
@@ -111,7 +125,7 @@ class Worker:
         self._step = build(saved)
         self._steps_done = 0
 
-    def run(self, steps: int) -> list[tuple[float, float]]:
+    def run(self, steps: int) -> list[RankStep]:
         return [self._timed_step() for _ in range(steps)]
 
     def forget_peak_memory(self) -> None:
@@ -128,17 +142,17 @@ class Worker:
             self._timed_step()
         return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60)
 
-    def _timed_step(self) -> tuple[float, float]:
-        """Seconds and loss. The barrier, in the arm without collectives too, only lets the ranks start together."""
+    def _timed_step(self) -> RankStep:
+        """The barrier, in the arm without collectives too, only lets the ranks start together."""
         import torch.distributed
 
         tokens = self._workload.tokens(self._steps_done, self._rank)
         torch.distributed.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         loss = self._step(tokens)
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
         self._steps_done += 1
-        return seconds, loss.item()
+        return RankStep(seconds, cpu_seconds, loss.item())
 
 
 def _serve(
