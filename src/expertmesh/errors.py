@@ -38,7 +38,8 @@ def install_one_line_reports() -> None:
             return
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_RANK_0)
-        print(f"expertmesh: {error}", file=sys.stderr, flush=True)
+        # torch.distributed wraps this hook and collects what it writes to `sys.stderr` until it returns; it will not.
+        print(f"expertmesh: {error}", file=sys.__stderr__, flush=True)
         sys.stdout.flush()
         # An exception hook cannot choose the exit status, and an orderly shutdown would wait for ranks that are
         # leaving too.

@@ -30,6 +30,7 @@ from expertmesh.dispatch import check_dispatcher
 from expertmesh.errors import ConfigError
 from expertmesh.expert_parallel import install_forward, shard_by_expert
 from expertmesh.experts import ExpertsSpec, check_divisible, find_experts
+from expertmesh.host_memory import keep_freed_memory
 from expertmesh.mesh import ExpertMesh, build_dense_mesh, build_expert_mesh
 
 
@@ -95,6 +96,8 @@ def apply_expert_parallel(
         ModelError, ConfigError: see `check_model`; nothing has been touched then.
     """
     modules = check_model(model, config)
+    if device.type == "cpu":
+        keep_freed_memory()
     managed = mesh.shares_experts or isinstance(fsdp_options.get("offload_policy"), CPUOffloadPolicy)
     gradient_scale = 1.0 if managed else 1.0 / mesh.data_parallel_size
     result = ShardedExperts(mesh, modules, {})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -82,12 +83,13 @@ class ExpertLoop(ExpertGemm):
 
     def chunks(self, rows: ExpertRows) -> list[Chunk]:
         """One chunk an expert."""
-        chunks, start = [], 0
-        for expert, count in enumerate(rows.rows_per_expert):
-            offsets = rows.offsets.new_full((1,), count)
-            chunks.append(Chunk(slice(expert, expert + 1), slice(start, start + count), offsets))
-            start += count
-        return chunks
+        counts = rows.rows_per_expert
+        offsets = torch.tensor(counts, dtype=torch.int32, device=rows.offsets.device).split(1)
+        ends = list(accumulate(counts))
+        return [
+            Chunk(slice(expert, expert + 1), slice(ends[expert] - counts[expert], ends[expert]), offsets[expert])
+            for expert in range(len(counts))
+        ]
 
     def multiply(self, rows: Tensor, weight: Tensor, chunk: Chunk) -> Tensor:
         """See `ExpertGemm.multiply`."""

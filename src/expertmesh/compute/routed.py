@@ -1,8 +1,8 @@
 """The experts of one rank on the tokens it received, forward and backward, in one autograd function.
 
-For row `p` of token `t` and expert `e`: `y_p = gate(x_t W_up) W_down`, and the output is the weighted sum over a token's
-rows, `out_t = sum_p w_p y_p`, taken here in float32, so that one row a token travels back. Between forward and backward
-only the up projection's output is kept; the gathered rows and the activation are recomputed.
+For row `p` of token `t` and expert `e`: `y_p = gate(x_t W_up) W_down`, and the output is the weighted sum over the rows
+of a token, `out_t = sum_p w_p y_p`, taken here in float32, so that one row a token travels back. Between forward and
+backward only the up projection's output is kept; the gathered rows and the activation are recomputed.
 """
 
 from __future__ import annotations
