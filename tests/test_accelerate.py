@@ -13,11 +13,13 @@ import pytest
 import torch
 from processes import ROOT, TESTS, run_command, run_ranks
 from ranks.models import batches, build
+from transformers import AutoModelForCausalLM
 
 ACCELERATE = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0")
 EP2 = ("--config", ROOT / "launch_configs" / "ep2_cpu.yaml")
 # The same file under Accelerate's own name for the option, and overridden to 4 ranks.
 EP4 = ("--config_file", EP2[1], "--num_processes", "4", "--parallelism_config_ep_size", "4")
+SHARDED = (*EP2, "--fsdp_state_dict_type", "SHARDED_STATE_DICT")
 
 
 def logged(command):
@@ -38,7 +40,7 @@ def bare_loop(request):
     return script, logged((sys.executable, *script))
 
 
-@pytest.mark.parametrize("launch", [EP2, EP4], ids=["ep2", "ep4-by-overrides"])
+@pytest.mark.parametrize("launch", [EP2, EP4, SHARDED], ids=["ep2", "ep4-by-overrides", "sharded-checkpoint"])
 def test_bare_accelerate_loop_and_its_resume(bare_loop, launch, tmp_path):
     script, expected = bare_loop
     # The script trains on to the end, loads the state it saved half-way, and trains its second half again.
@@ -53,6 +55,15 @@ def test_trainer_script_and_its_resume(tmp_path):
     expected = logged((sys.executable, script, tmp_path / "one"))
     assert_same(logged((*ACCELERATE, *EP2, script, tmp_path / "ep2")), expected)
     assert_same(logged((*ACCELERATE, *EP2, script, tmp_path / "ep2", "resume")), expected)
+    plain, *ours = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        for folder in ("one/final", "ep2/final", "ep2/checkpoint-4")
+    )
+    for model, loading in ours:
+        assert not any(loading.values()), "every checkpoint is an ordinary Hugging Face model"
+        for name, weight in model.named_parameters():
+            # Adam divides by the root of tiny squares, which magnifies rounding: 1e-4 of the largest weight.
+            assert torch.allclose(weight, plain[0].get_parameter(name), rtol=0, atol=1e-4 * weight.abs().max()), name
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])

@@ -195,7 +195,7 @@ def test_command_line_alone_implies_fsdp2(launcher):
     assert environment["ACCELERATE_USE_FSDP"] == environment["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
     assert environment["FSDP_VERSION"] == "2"
     assert environment["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP"
-    assert environment["FSDP_STATE_DICT_TYPE"] == "SHARDED_STATE_DICT"
+    assert environment["FSDP_STATE_DICT_TYPE"] == "FULL_STATE_DICT"
 
 
 def test_what_was_said_about_fsdp_stays(launcher, write_yaml):

@@ -51,7 +51,8 @@ class ExpertMeshFSDPPlugin(FullyShardedDataParallelPlugin):
             ConfigError: FSDP version 1, or loading the weights on rank 0 only.
         """
         if plugin is None:
-            plugin = _default_plugin()
+            # On CPUs Accelerate drops the plugin that the launch configuration describes; the description is there.
+            plugin = FullyShardedDataParallelPlugin() if "FSDP_VERSION" in os.environ else _default_plugin()
         if plugin.fsdp_version != 2:
             raise ConfigError(
                 f"expert parallelism needs FSDP2, but fsdp_version is {plugin.fsdp_version}: "
@@ -111,7 +112,7 @@ def _default_plugin() -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        state_dict_type="SHARDED_STATE_DICT",
+        state_dict_type="FULL_STATE_DICT",
         cpu_ram_efficient_loading=False,
     )
 

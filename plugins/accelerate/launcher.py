@@ -40,7 +40,7 @@ EXPERT_OPTIONS = {
 FSDP_DEFAULTS = {
     "fsdp_version": "2",
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_state_dict_type": "FULL_STATE_DICT",
     "fsdp_cpu_ram_efficient_loading": "false",
 }
 

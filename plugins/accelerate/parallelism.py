@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,8 @@ class ExpertMeshConfig(ParallelismConfig):
         super()._validate_accelerator(accelerator)
 
     def _install_fsdp_plugin(self, accelerator: Accelerator) -> None:
+        # Accelerate slices its own mesh in a way that PyTorch announces the end of; users cannot help it.
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim", category=UserWarning)
         state = accelerator.state
         plugin = ExpertMeshFSDPPlugin.extend(
             getattr(state, "fsdp_plugin", None),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.dispatch.all_to_all import AllToAllDispatcher
@@ -23,13 +24,26 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[int] = []
-        self.reads = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "all_to_all_single" in str(func):
             self.rows.append(args[0].shape[0])
-        if "_local_scalar_dense" in str(func):
-            self.reads += 1
+        return func(*args, **(kwargs or {}))
+
+
+class HostReads(TorchFunctionMode):
+    """Counts what would make the host wait for an accelerator."""
+
+    READS = ("tolist", "item", "__bool__", "__int__", "nonzero", "cpu", "numpy", "masked_select", "unique", "tensor")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in self.READS:
+            self.seen.append(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -46,7 +60,9 @@ def experts_of_rank(dispatched: Dispatched, scales: Tensor) -> Tensor:
 
 def run(dispatcher: TokenDispatcher, scales: Tensor, hidden: Tensor, index: Tensor, weights: Tensor) -> list[Tensor]:
     hidden, weights = (tensor.clone().requires_grad_() for tensor in (hidden, weights))
-    dispatched = dispatcher.dispatch(hidden, index, weights)
+    with HostReads() as reads:
+        dispatched = dispatcher.dispatch(hidden, index, weights)
+    assert reads.seen == ["tolist"], "one read-back a layer"
     output = dispatcher.combine(experts_of_rank(dispatched, scales), dispatched.state)
     output.float().square().sum().backward()
     return [output.detach(), hidden.grad, weights.grad]

@@ -31,6 +31,7 @@ arguments = TrainingArguments(
 )
 trainer = Trainer(model=model, args=arguments, train_dataset=data)
 trainer.train(resume_from_checkpoint=os.path.join(output, "checkpoint-2") if resume else None)
+trainer.save_model(os.path.join(output, "final"))
 if trainer.is_world_process_zero():
     for entry in trainer.state.log_history:
         if "loss" in entry:

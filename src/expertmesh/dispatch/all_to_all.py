@@ -76,22 +76,25 @@ class AllToAllDispatcher(TokenDispatcher[Exchange]):
 
     def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched[Exchange]:
         """See `TokenDispatcher.dispatch`. Reads from the device once, to learn the sizes."""
-        exchange, rows_per_expert = self._plan(top_k_index)
-        payload = _Dispatch.apply(hidden_states, top_k_weights.float(), top_k_index, exchange)
-        tokens, weights, expert_ids = payload
+        exchange, counts, rows_per_expert = self._plan(top_k_index)
+        tokens, weights, expert_ids = _Dispatch.apply(hidden_states, top_k_weights.float(), top_k_index, exchange)
         first = self.group.rank() * self.num_local_experts
         local_ids = expert_ids - first
         elsewhere = (local_ids < 0) | (local_ids >= self.num_local_experts)
         local_ids = local_ids.masked_fill(elsewhere, self.num_local_experts)
-        rows, row_weights = local_rows(local_ids, weights, self.num_local_experts, rows_per_expert)
+        rows, row_weights = local_rows(local_ids, weights, counts, rows_per_expert)
         return Dispatched(tokens, row_weights, rows, exchange)
 
     def combine(self, expert_output: Tensor, state: Exchange) -> Tensor:
         """See `TokenDispatcher.combine`."""
         return _Combine.apply(expert_output, state)
 
-    def _plan(self, top_k_index: Tensor) -> tuple[Exchange, list[int]]:
-        """The exchange of counts, and the one read-back of the layer."""
+    def _plan(self, top_k_index: Tensor) -> tuple[Exchange, Tensor, list[int]]:
+        """The exchange of counts, and the one read-back of the layer.
+
+        Returns:
+            The exchange, and the rows of each local expert on the device and on the host.
+        """
         num_tokens, ep_size = top_k_index.shape[0], self.group.size()
         picked = torch.zeros(num_tokens, self.num_experts, dtype=torch.bool, device=top_k_index.device)
         picked = picked.scatter_(1, top_k_index, True).view(num_tokens, ep_size, self.num_local_experts)
@@ -99,10 +102,12 @@ class AllToAllDispatcher(TokenDispatcher[Exchange]):
         # Each rank is told how many tokens it gets, and how many rows each of its experts gets out of them.
         send_counts = torch.cat([goes_to.sum(0).unsqueeze(1), picked.sum(0)], dim=1)
         recv_counts = wait_tensor(all_to_all_single(send_counts, None, None, self.group))
-        sizes = torch.cat([send_counts[:, 0], recv_counts[:, 0], recv_counts[:, 1:].sum(0)]).tolist()
+        counts = recv_counts[:, 1:].sum(0)
+        sizes = torch.cat([send_counts[:, 0], recv_counts[:, 0], counts]).tolist()
         send_sizes, recv_sizes = sizes[:ep_size], sizes[ep_size : 2 * ep_size]
         sent_token = torch.nonzero_static(goes_to.t(), size=sum(send_sizes))[:, 1].contiguous()
-        return Exchange(self.group, num_tokens, sent_token, send_sizes, recv_sizes), sizes[2 * ep_size :]
+        exchange = Exchange(self.group, num_tokens, sent_token, send_sizes, recv_sizes)
+        return exchange, counts, sizes[2 * ep_size :]
 
 
 class _Dispatch(torch.autograd.Function):

@@ -18,8 +18,8 @@ class LocalDispatcher(TokenDispatcher[None]):
         """See `TokenDispatcher.dispatch`; `received` is `tokens`."""
         shape = (hidden_states.shape[0], self.num_experts)
         picked = torch.zeros(shape, dtype=torch.bool, device=top_k_index.device).scatter_(1, top_k_index, True)
-        rows_per_expert = picked.sum(0).tolist()
-        rows, row_weights = local_rows(top_k_index, top_k_weights.float(), self.num_experts, rows_per_expert)
+        counts = picked.sum(0)
+        rows, row_weights = local_rows(top_k_index, top_k_weights.float(), counts, counts.tolist())
         return Dispatched(hidden_states, row_weights, rows, None)
 
     def combine(self, expert_output: Tensor, state: None) -> Tensor:

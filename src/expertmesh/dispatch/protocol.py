@@ -77,7 +77,7 @@ class TokenDispatcher(ABC, Generic[State]):
 
 
 def local_rows(
-    expert_ids: Tensor, top_k_weights: Tensor, num_local_experts: int, rows_per_expert: list[int]
+    expert_ids: Tensor, top_k_weights: Tensor, counts: Tensor, rows_per_expert: list[int]
 ) -> tuple[ExpertRows, Tensor]:
     """Lay out the rows of this rank's experts without a sort and without a read-back.
 
@@ -86,18 +86,17 @@ def local_rows(
     Args:
         expert_ids: `[received, top_k]` int64 local expert ids; `num_local_experts` marks a slot of another rank.
         top_k_weights: `[received, top_k]` float32; differentiable.
-        num_local_experts: `L`.
-        rows_per_expert: `L` counts, known on the host from the exchange of counts.
+        counts: `[num_local_experts]` int64, rows of each expert, on the device.
+        rows_per_expert: the same counts on the host.
 
     Returns:
         The rows, and their weights `[rows]` float32.
     """
-    num_tokens = expert_ids.shape[0]
-    shape = (num_tokens, num_local_experts + 1)
+    num_local_experts = counts.shape[0]
+    shape = (expert_ids.shape[0], num_local_experts + 1)
     picked = torch.zeros(shape, dtype=torch.bool, device=expert_ids.device).scatter_(1, expert_ids, True)
     pairs = torch.nonzero_static(picked[:, :-1].t(), size=sum(rows_per_expert))
     expert_index, token_index = pairs.unbind(1)
-    counts = torch.tensor(rows_per_expert, device=expert_ids.device)
     rows = ExpertRows(token_index, rows_per_expert, counts.cumsum(0).to(torch.int32))
     return rows, _RowWeights.apply(top_k_weights, expert_ids, token_index, expert_index, num_local_experts)
 
