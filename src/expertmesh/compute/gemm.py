@@ -6,8 +6,8 @@ Weights come as `[num_local_experts, in, out]` views of whatever the model store
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,12 +22,12 @@ class Chunk:
 
     Attributes:
         experts: their range among the local experts.
-        rows: the range of their rows.
+        num_rows: how many rows they have; a chunk's rows follow those of the chunk before.
         offsets: `[experts]` int32, where each one's rows end, counted from the chunk's first row.
     """
 
     experts: slice
-    rows: slice
+    num_rows: int
     offsets: Tensor
 
 
@@ -61,8 +61,12 @@ class ExpertGemm(ABC):
         """How the rows are cut. Every expert is in exactly one chunk, also one without rows."""
 
     @abstractmethod
-    def multiply(self, rows: Tensor, weight: Tensor, chunk: Chunk) -> Tensor:
-        """`[rows, in]` by `[num_local_experts, in, out]` to `[rows, out]`, in the dtype of the rows."""
+    def matrices(self, weight: Tensor) -> Sequence[Tensor]:
+        """The matrices of each chunk, out of `[num_local_experts, in, out]`."""
+
+    @abstractmethod
+    def multiply(self, rows: Tensor, matrices: Tensor, chunk: Chunk) -> Tensor:
+        """`[rows, in]` by a chunk's matrices to `[rows, out]`, in the dtype of the rows."""
 
 
 class _LoopGradient(WeightGradient):
@@ -85,15 +89,15 @@ class ExpertLoop(ExpertGemm):
         """One chunk an expert."""
         counts = rows.rows_per_expert
         offsets = torch.tensor(counts, dtype=torch.int32, device=rows.offsets.device).split(1)
-        ends = list(accumulate(counts))
-        return [
-            Chunk(slice(expert, expert + 1), slice(ends[expert] - counts[expert], ends[expert]), offsets[expert])
-            for expert in range(len(counts))
-        ]
+        return [Chunk(slice(i, i + 1), count, offsets[i]) for i, count in enumerate(counts)]
 
-    def multiply(self, rows: Tensor, weight: Tensor, chunk: Chunk) -> Tensor:
+    def matrices(self, weight: Tensor) -> Sequence[Tensor]:
+        """One `[in, out]` an expert."""
+        return weight.unbind(0)
+
+    def multiply(self, rows: Tensor, matrices: Tensor, chunk: Chunk) -> Tensor:
         """See `ExpertGemm.multiply`."""
-        return torch.mm(rows, weight[chunk.experts.start].to(rows.dtype))
+        return torch.mm(rows, matrices.to(rows.dtype))
 
 
 class _GroupedGradient(WeightGradient):
@@ -113,8 +117,12 @@ class GroupedMM(ExpertGemm):
     def chunks(self, rows: ExpertRows) -> list[Chunk]:
         """A single chunk."""
         counts = rows.rows_per_expert
-        return [Chunk(slice(0, len(counts)), slice(0, sum(counts)), rows.offsets)]
+        return [Chunk(slice(0, len(counts)), sum(counts), rows.offsets)]
 
-    def multiply(self, rows: Tensor, weight: Tensor, chunk: Chunk) -> Tensor:
+    def matrices(self, weight: Tensor) -> Sequence[Tensor]:
+        """All of them, `[num_local_experts, in, out]`."""
+        return (weight,)
+
+    def multiply(self, rows: Tensor, matrices: Tensor, chunk: Chunk) -> Tensor:
         """See `ExpertGemm.multiply`."""
-        return F.grouped_mm(rows, weight.to(rows.dtype), offs=chunk.offsets)
+        return F.grouped_mm(rows, matrices.to(rows.dtype), offs=chunk.offsets)

@@ -86,20 +86,20 @@ class _RoutedExperts(torch.autograd.Function):
         up_bias: Tensor | None,
         down_bias: Tensor | None,
     ) -> Tensor:
-        chunks = function.gemm.chunks(rows)
-        up_matrix, down_matrix = (_in_out(weight, function.is_transposed) for weight in (up, down))
+        gemm = function.gemm
+        chunks = gemm.chunks(rows)
+        up_matrices, down_matrices = (gemm.matrices(_in_out(weight, function.is_transposed)) for weight in (up, down))
+        token_index, weights = _by_chunk(chunks, rows.token_index, row_weights.unsqueeze(1))
         output = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         kept = []
-        for chunk in chunks:
-            token_index = rows.token_index[chunk.rows]
-            projected = function.gemm.multiply(tokens.index_select(0, token_index), up_matrix, chunk)
+        for i, chunk in enumerate(chunks):
+            projected = gemm.multiply(tokens.index_select(0, token_index[i]), up_matrices[i], chunk)
             if up_bias is not None:
                 projected += _bias_rows(up_bias, chunk, projected)
-            activation = function.gate(projected)
-            result = function.gemm.multiply(activation, down_matrix, chunk)
+            result = gemm.multiply(function.gate(projected), down_matrices[i], chunk)
             if down_bias is not None:
                 result += _bias_rows(down_bias, chunk, result)
-            output.index_add_(0, token_index, result.float().mul_(row_weights[chunk.rows].unsqueeze(1)))
+            output.index_add_(0, token_index[i], result.float().mul_(weights[i]))
             if keep:
                 kept.append(projected)
         if keep:
@@ -113,48 +113,56 @@ class _RoutedExperts(torch.autograd.Function):
         tokens, row_weights, up, down, up_bias, down_bias, *kept = ctx.saved_tensors
         function, gemm = ctx.function, ctx.function.gemm
         needs = dict(zip(("up", "down", "up_bias", "down_bias"), ctx.needs_input_grad[5:], strict=True))
-        up_matrix, down_matrix = (_in_out(weight, function.is_transposed).transpose(1, 2) for weight in (up, down))
+        up_matrices, down_matrices = (
+            gemm.matrices(_in_out(weight, function.is_transposed).transpose(1, 2)) for weight in (up, down)
+        )
+        weights = row_weights.unsqueeze(1).to(tokens.dtype)
+        token_index, weights = _by_chunk(ctx.chunks, ctx.rows.token_index, weights)
         grad_up = gemm.weight_gradient(up, function.is_transposed, function.gradient_scale)
         grad_down = gemm.weight_gradient(down, function.is_transposed, function.gradient_scale)
         grad_up_bias = torch.zeros_like(up_bias) if needs["up_bias"] else None
         grad_down_bias = torch.zeros_like(down_bias) if needs["down_bias"] else None
         grad_tokens = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
-        grad_row_weights = torch.empty_like(row_weights)
+        grad_row_weights = []
 
-        for chunk, projected in zip(ctx.chunks, kept, strict=True):
-            token_index = ctx.rows.token_index[chunk.rows]
-            weight = row_weights[chunk.rows].unsqueeze(1).to(tokens.dtype)
-            grad_result = grad_output.index_select(0, token_index)
+        for i, (chunk, projected) in enumerate(zip(ctx.chunks, kept, strict=True)):
+            grad_result = grad_output.index_select(0, token_index[i])
             activation, gate_backward = function.gate.pullback(projected)
 
-            grad_activation = gemm.multiply(grad_result, down_matrix, chunk)
+            grad_activation = gemm.multiply(grad_result, down_matrices[i], chunk)
             grad_weight = (grad_activation * activation).sum(1, dtype=torch.float32)
             if down_bias is not None:
                 grad_weight += (grad_result * _bias_rows(down_bias, chunk, grad_result)).sum(1, dtype=torch.float32)
-            grad_row_weights[chunk.rows] = grad_weight
+            grad_row_weights.append(grad_weight)
             if needs["down"]:
-                grad_down.add(activation * weight, grad_result, chunk)
+                grad_down.add(activation * weights[i], grad_result, chunk)
             if grad_down_bias is not None:
-                _add_bias_gradient(grad_down_bias, grad_result * weight, chunk, function.gradient_scale)
+                _add_bias_gradient(grad_down_bias, grad_result * weights[i], chunk, function.gradient_scale)
 
-            grad_projected = gate_backward(grad_activation.mul_(weight))
+            grad_projected = gate_backward(grad_activation.mul_(weights[i]))
             if needs["up"]:
-                grad_up.add(tokens.index_select(0, token_index), grad_projected, chunk)
+                grad_up.add(tokens.index_select(0, token_index[i]), grad_projected, chunk)
             if grad_up_bias is not None:
                 _add_bias_gradient(grad_up_bias, grad_projected, chunk, function.gradient_scale)
-            grad_tokens.index_add_(0, token_index, gemm.multiply(grad_projected, up_matrix, chunk).float())
+            grad_tokens.index_add_(0, token_index[i], gemm.multiply(grad_projected, up_matrices[i], chunk).float())
 
         return (
             None,
             None,
             None,
             grad_tokens.to(tokens.dtype),
-            grad_row_weights,
+            torch.cat(grad_row_weights),
             grad_up.result.to(up.dtype) if needs["up"] else None,
             grad_down.result.to(down.dtype) if needs["down"] else None,
             grad_up_bias,
             grad_down_bias,
         )
+
+
+def _by_chunk(chunks: list[Chunk], *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Cut tensors with one entry a row into one view a chunk."""
+    sizes = [chunk.num_rows for chunk in chunks]
+    return [tensor.split(sizes) for tensor in tensors]
 
 
 def _in_out(weight: Tensor, is_transposed: bool) -> Tensor:
