@@ -15,7 +15,7 @@ from accelerate.commands import launch
 from accelerate.commands.utils import CustomArgumentParser
 from accelerate.utils import launch as utils_launch
 from expertmesh_plugins.accelerate.launcher import patch_launch_parser
-from processes import test_environment
+from processes import clean_environment
 
 ELASTIC_LOG = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
 
@@ -49,7 +49,7 @@ class Launcher:
         """Which of Accelerate's launchers would run, and the environment it would give to its workers."""
         chosen: dict[str, Namespace] = {}
         # What our hook tells the workers through `os.environ` must not outlive this call.
-        with self._monkeypatch.context() as patched, mock.patch.dict(os.environ, test_environment(), clear=True):
+        with self._monkeypatch.context() as patched, mock.patch.dict(os.environ, clean_environment(), clear=True):
             patched.setattr(launch, "multi_gpu_launcher", lambda args: chosen.update(distributed=args))
             patched.setattr(launch, "simple_launcher", lambda args: chosen.update(simple=args))
             launch.launch_command(launch.launch_command_parser().parse_args([str(word) for word in command_line]))

@@ -42,7 +42,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a test process: one thread, no network, no settings inherited from an outer launch."""
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "EXPERTMESH_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
@@ -59,7 +59,7 @@ def run_command(
     cwd: Path | None = None,
 ) -> Finished:
     """Run one command to its end, or kill it with all its children after `timeout` seconds and fail the test."""
-    (finished,) = _run_all([command], [test_environment(env)], timeout, cwd)
+    (finished,) = _run_all([command], [clean_environment(env)], timeout, cwd)
     return finished
 
 
@@ -76,7 +76,7 @@ def run_ranks(
     """
     port = str(free_port())
     environments = [
-        test_environment(
+        clean_environment(
             {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),

@@ -56,6 +56,10 @@ class ExpertMeshConfig(ParallelismConfig):
             setattr(self, key, getattr(self._expert_parallel, key))
         super().__post_init__()
 
+    def __repr__(self) -> str:
+        choices = ", ".join(f"{key}={value!r}" for key, value in vars(self._expert_parallel).items())
+        return f"{type(self).__name__}({choices})"
+
     @property
     def expert_parallel(self) -> ExpertParallelConfig:
         """The same choices as the core knows them, resolved for the world size."""

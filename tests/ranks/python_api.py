@@ -50,6 +50,7 @@ def with_training_arguments() -> list[float]:
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
+        gradient_checkpointing=True,
         parallelism_config=expertmesh.ExpertMeshConfig(dp_shard_size=2, ep_size=2),
     )
     rows = [{"input_ids": row, "labels": row} for row in batches(3, 8, 12).flatten(0, 1)]
