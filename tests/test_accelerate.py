@@ -63,7 +63,9 @@ def test_trainer_script_and_its_resume(tmp_path):
         assert not any(loading.values()), "every checkpoint is an ordinary Hugging Face model"
         for name, weight in model.named_parameters():
             # Adam divides by the root of tiny squares, which magnifies rounding: 1e-4 of the largest weight.
-            assert torch.allclose(weight, plain[0].get_parameter(name), rtol=0, atol=1e-4 * weight.abs().max()), name
+            assert torch.allclose(
+                weight, plain[0].get_parameter(name), rtol=0, atol=1e-4 * weight.abs().max().item()
+            ), name
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
