@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -68,7 +69,7 @@ def run(dispatcher: TokenDispatcher, scales: Tensor, hidden: Tensor, index: Tens
     return [output.detach(), hidden.grad, weights.grad]
 
 
-def check(index: Tensor, dtype: torch.dtype, tolerance: float) -> None:
+def check(mesh: DeviceMesh, index: Tensor, dtype: torch.dtype, tolerance: float) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(rank)
     hidden = torch.randn(len(index), HIDDEN, generator=generator).to(dtype)
@@ -77,7 +78,7 @@ def check(index: Tensor, dtype: torch.dtype, tolerance: float) -> None:
     expected = run(LocalDispatcher(EXPERTS), scales, hidden, index, weights)
     local = EXPERTS // size
     with Collectives() as seen:
-        dispatcher = AllToAllDispatcher(dist.group.WORLD, EXPERTS)
+        dispatcher = AllToAllDispatcher(mesh, EXPERTS)
         actual = run(dispatcher, scales[rank * local : (rank + 1) * local], hidden, index, weights)
     for ours, alone in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, alone, rtol=tolerance, atol=tolerance)
@@ -91,15 +92,16 @@ def check(index: Tensor, dtype: torch.dtype, tolerance: float) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(100 + rank)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
         num_tokens = (7, 0, 12, 3)[rank]
         distinct = torch.rand(num_tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
-        check(distinct, dtype, tolerance)
-        check(torch.randint(0, EXPERTS, (num_tokens, TOP_K), generator=generator), dtype, tolerance)
-        check(torch.full((num_tokens, TOP_K), 5), dtype, tolerance)
-        check(torch.zeros(0, TOP_K, dtype=torch.long), dtype, tolerance)
+        check(mesh, distinct, dtype, tolerance)
+        check(mesh, torch.randint(0, EXPERTS, (num_tokens, TOP_K), generator=generator), dtype, tolerance)
+        check(mesh, torch.full((num_tokens, TOP_K), 5), dtype, tolerance)
+        check(mesh, torch.zeros(0, TOP_K, dtype=torch.long), dtype, tolerance)
     print("ok")
     dist.destroy_process_group()
 

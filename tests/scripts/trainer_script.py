@@ -36,4 +36,6 @@ if trainer.is_world_process_zero():
     for entry in trainer.state.log_history:
         if "loss" in entry:
             print(json.dumps({"step": entry["step"], "loss": entry["loss"], "norm": entry["grad_norm"]}), flush=True)
+# A rank must not exit right behind a collective: gloo's threads may still hold its tensors (pytorch#179291).
+trainer.accelerator.wait_for_everyone()
 trainer.accelerator.end_training()

@@ -21,9 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from expertmesh.dispatch.protocol import Dispatched, TokenDispatcher, local_rows
 
@@ -33,14 +33,14 @@ class Exchange:
     """Who sends which token where, fixed by `dispatch` and used in both directions.
 
     Attributes:
-        group: the EP group.
+        ep_mesh: the EP group, as a 1-D mesh.
         num_tokens: `T`.
         sent_token: `[sent]` int64, the token of each sent row, grouped by destination rank.
         send_sizes: rows to each rank.
         recv_sizes: rows from each rank.
     """
 
-    group: dist.ProcessGroup
+    ep_mesh: DeviceMesh
     num_tokens: int
     sent_token: Tensor
     send_sizes: list[int]
@@ -48,11 +48,11 @@ class Exchange:
 
     def send(self, rows: Tensor) -> Tensor:
         """`[sent, width]` rows to the ranks of the experts: `[received, width]`."""
-        return wait_tensor(all_to_all_single(rows, self.recv_sizes, self.send_sizes, self.group))
+        return wait_tensor(all_to_all_single(rows, self.recv_sizes, self.send_sizes, self.ep_mesh))
 
     def send_back(self, rows: Tensor) -> Tensor:
         """`[received, width]` rows back to the ranks of the tokens: `[sent, width]`."""
-        return wait_tensor(all_to_all_single(rows, self.send_sizes, self.recv_sizes, self.group))
+        return wait_tensor(all_to_all_single(rows, self.send_sizes, self.recv_sizes, self.ep_mesh))
 
     def sum_by_token(self, sent_rows: Tensor) -> Tensor:
         """Add the rows `[sent, width]` of each token up to `[tokens, width]`, in float32, returned in their dtype."""
@@ -64,21 +64,24 @@ class Exchange:
 class AllToAllDispatcher(TokenDispatcher[Exchange]):
     """See the module's docstring.
 
+    Holds the mesh and not its process group: a group that somebody still holds survives `destroy_process_group`, and
+    gloo's threads then race with the end of the interpreter (pytorch#179291).
+
     Args:
-        group: the EP group.
+        ep_mesh: the EP group, as a 1-D mesh.
         num_experts: `E`, over all ranks of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
-        self.group = group
+    def __init__(self, ep_mesh: DeviceMesh, num_experts: int) -> None:
+        self.ep_mesh = ep_mesh
         self.num_experts = num_experts
-        self.num_local_experts = num_experts // group.size()
+        self.num_local_experts = num_experts // ep_mesh.size()
 
     def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched[Exchange]:
         """See `TokenDispatcher.dispatch`. Reads from the device once, to learn the sizes."""
         exchange, counts, rows_per_expert = self._plan(top_k_index)
         tokens, weights, expert_ids = _Dispatch.apply(hidden_states, top_k_weights.float(), top_k_index, exchange)
-        first = self.group.rank() * self.num_local_experts
+        first = self.ep_mesh.get_local_rank() * self.num_local_experts
         local_ids = expert_ids - first
         elsewhere = (local_ids < 0) | (local_ids >= self.num_local_experts)
         local_ids = local_ids.masked_fill(elsewhere, self.num_local_experts)
@@ -95,18 +98,18 @@ class AllToAllDispatcher(TokenDispatcher[Exchange]):
         Returns:
             The exchange, and the rows of each local expert on the device and on the host.
         """
-        num_tokens, ep_size = top_k_index.shape[0], self.group.size()
+        num_tokens, ep_size = top_k_index.shape[0], self.ep_mesh.size()
         picked = torch.zeros(num_tokens, self.num_experts, dtype=torch.bool, device=top_k_index.device)
         picked = picked.scatter_(1, top_k_index, True).view(num_tokens, ep_size, self.num_local_experts)
         goes_to = picked.any(2)
         # Each rank is told how many tokens it gets, and how many rows each of its experts gets out of them.
         send_counts = torch.cat([goes_to.sum(0).unsqueeze(1), picked.sum(0)], dim=1)
-        recv_counts = wait_tensor(all_to_all_single(send_counts, None, None, self.group))
+        recv_counts = wait_tensor(all_to_all_single(send_counts, None, None, self.ep_mesh))
         counts = recv_counts[:, 1:].sum(0)
         sizes = torch.cat([send_counts[:, 0], recv_counts[:, 0], counts]).tolist()
         send_sizes, recv_sizes = sizes[:ep_size], sizes[ep_size : 2 * ep_size]
         sent_token = torch.nonzero_static(goes_to.t(), size=sum(send_sizes))[:, 1].contiguous()
-        exchange = Exchange(self.group, num_tokens, sent_token, send_sizes, recv_sizes)
+        exchange = Exchange(self.ep_mesh, num_tokens, sent_token, send_sizes, recv_sizes)
         return exchange, counts, sizes[2 * ep_size :]
 
 

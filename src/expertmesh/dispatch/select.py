@@ -43,4 +43,4 @@ def build_dispatcher(name: str, ep_mesh: DeviceMesh, num_experts: int) -> TokenD
     check_dispatcher(name)
     if ep_mesh.size() == 1:
         return LocalDispatcher(num_experts)
-    return AllToAllDispatcher(ep_mesh.get_group(), num_experts)
+    return AllToAllDispatcher(ep_mesh, num_experts)

@@ -136,6 +136,8 @@ def gather(trainer: Trainer) -> tuple[PreTrainedModel, dict[str, Any]]:
     model = accelerator.unwrap_model(trainer.model_wrapped)
     # Trainer turned the cache off for training; the saved model is for generating.
     model.config.use_cache = True
+    # A rank must not exit right behind a collective: gloo's threads may still hold its tensors (pytorch#179291).
+    accelerator.wait_for_everyone()
     accelerator.end_training()
     return model, state_dict
 
