@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from accelerate.utils import broadcast_object_list
+import torch.distributed as dist
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -69,9 +69,11 @@ def _train(documents: Dataset, size: int, chats: bool) -> PreTrainedTokenizerBas
     )
     tokenizer.train_from_iterator(_texts(documents), trainer)
     # Whether ties between merges fall alike on every rank is not ours to trust: all take rank 0's.
-    (serialized,) = broadcast_object_list([tokenizer.to_str()])
+    serialized = [tokenizer.to_str()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(serialized, src=0)
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(serialized),
+        tokenizer_object=Tokenizer.from_str(serialized[0]),
         eos_token=END_OF_TURN if chats else END_OF_TEXT,
         pad_token=PAD,
         chat_template=CHATML if chats else None,
