@@ -80,16 +80,16 @@ def shard_by_expert(
     mesh: ExpertMesh,
     device: torch.device,
     trainable_dtype: torch.dtype | None = None,
-) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+) -> dict[str, nn.Parameter]:
     """Replace each routed parameter `[num_experts, ...]` by a DTensor of the same shape, `Shard(0)` on the `ep` axis.
 
     A rank keeps (and moves to `device`) its own experts only. Gradient requirements are kept; parameters that have one
     are stored in `trainable_dtype` if it is given.
 
     Returns:
-        For each parameter name, the old and the new Parameter.
+        The original Parameters by attribute name.
     """
-    replaced = {}
+    originals = {}
     for name in spec.parameter_names:
         old = getattr(experts, name)
         local = old.detach().chunk(mesh.ep.size(), dim=0)[mesh.ep.get_local_rank()]
@@ -99,8 +99,8 @@ def shard_by_expert(
             DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False), requires_grad=old.requires_grad
         )
         setattr(experts, name, new)
-        replaced[name] = (old, new)
-    return replaced
+        originals[name] = old
+    return originals
 
 
 def install_forward(

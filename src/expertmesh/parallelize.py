@@ -39,15 +39,11 @@ class ShardedExperts:
     """What `apply_expert_parallel` did.
 
     Attributes:
-        mesh: the expert view of the ranks.
-        modules: the experts modules by qualified name.
         replaced: the old and the new Parameter of every routed parameter, by qualified name.
         unmanaged: the routed parameters that no FSDP2 unit holds: whoever shards the rest must leave them out.
     """
 
-    mesh: ExpertMesh
-    modules: dict[str, nn.Module]
-    replaced: dict[str, tuple[nn.Parameter, nn.Parameter]]
+    replaced: dict[str, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
     unmanaged: list[nn.Parameter] = field(default_factory=list)
 
 
@@ -100,21 +96,20 @@ def apply_expert_parallel(
         keep_freed_memory()
     managed = mesh.shares_experts or isinstance(fsdp_options.get("offload_policy"), CPUOffloadPolicy)
     gradient_scale = 1.0 if managed else 1.0 / mesh.data_parallel_size
-    result = ShardedExperts(mesh, modules, {})
+    result = ShardedExperts()
     for name, experts in modules.items():
         spec = ExpertsSpec.of(experts)
-        replaced = shard_by_expert(experts, spec, mesh, device, trainable_dtype)
+        originals = shard_by_expert(experts, spec, mesh, device, trainable_dtype)
         install_forward(experts, spec, mesh, config, gradient_scale, fsdp_options["mp_policy"].param_dtype)
         for child in experts.children():
             if any(True for _ in child.parameters()):
                 fully_shard(child, mesh=dense_mesh, **fsdp_options)
         if managed:
             _fully_shard_experts(experts, mesh, fsdp_options)
-        for parameter, (old, new) in replaced.items():
-            new = getattr(experts, parameter) if managed else new
-            result.replaced[f"{name}.{parameter}"] = (old, new)
-            if not managed:
-                result.unmanaged.append(new)
+        shards = {parameter: getattr(experts, parameter) for parameter in originals}
+        result.replaced.update({f"{name}.{key}": (old, shards[key]) for key, old in originals.items()})
+        if not managed:
+            result.unmanaged.extend(shards.values())
     return result
 
 
