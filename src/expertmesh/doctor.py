@@ -16,8 +16,6 @@ from packaging.requirements import Requirement
 from expertmesh.errors import ConfigError
 
 _SWITCHES = ("EXPERTMESH_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD")
-# Offered by no version yet, but asked for by name.
-_EXPECTED_DISPATCHERS = ("deepep", "hybridep")
 
 
 @dataclass(frozen=True)
@@ -120,9 +118,9 @@ def launch_hook() -> Iterable[Finding]:
 
 def dispatchers() -> Iterable[Finding]:
     """Which ways of moving tokens can be chosen as ep_dispatcher."""
-    from expertmesh.dispatch.select import DISPATCHERS, check_dispatcher
+    from expertmesh.dispatch.select import DISPATCHERS, NOT_IN_THIS_VERSION, check_dispatcher
 
-    for name in (*DISPATCHERS, *_EXPECTED_DISPATCHERS):
+    for name in (*DISPATCHERS, *NOT_IN_THIS_VERSION):
         yield _choice("dispatcher", name, check_dispatcher)
 
 

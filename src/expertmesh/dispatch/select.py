@@ -11,7 +11,7 @@ from expertmesh.errors import ConfigError
 
 # `auto` picks the first. Engines that need a GPU come with their own plugins.
 DISPATCHERS = ("all_to_all",)
-_NOT_HERE = {
+NOT_IN_THIS_VERSION = {
     "deepep": "the DeepEP dispatcher is not part of this version",
     "hybridep": "the HybridEP dispatcher is not part of this version",
 }
@@ -25,7 +25,7 @@ def check_dispatcher(name: str) -> None:
     """
     if name in ("auto", *DISPATCHERS):
         return
-    reason = _NOT_HERE.get(name, f"ep_dispatcher {name!r} is unknown")
+    reason = NOT_IN_THIS_VERSION.get(name, f"ep_dispatcher {name!r} is unknown")
     raise ConfigError(f"{reason}: set ep_dispatcher to auto or {', '.join(DISPATCHERS)}.")
 
 
