@@ -24,6 +24,10 @@ class ModelError(ExpertMeshError):
     """The model at hand cannot be trained the way the configuration asks for."""
 
 
+class CheckpointError(ExpertMeshError):
+    """A checkpoint cannot be written, or what is there cannot be read back as it was written."""
+
+
 def install_one_line_reports() -> None:
     """Make an uncaught `ExpertMeshError` end a launched job with one line from rank 0 instead of a traceback a rank.
 

@@ -1,0 +1,1 @@
+"""What expertmesh changes in Transformers: loading, and the checkpoints of its Trainer."""
