@@ -164,6 +164,8 @@ def test_yaml_is_exported(launcher, write_yaml):
         "PARALLELISM_CONFIG_EP_DISPATCHER": "all_to_all",
         "PARALLELISM_CONFIG_EP_COMPUTE": "expert_loop",
         "PARALLELISM_CONFIG_EP_LAYERS": "hf",
+        "PARALLELISM_CONFIG_EP_CHECKPOINT_FORMAT": "hf",
+        "PARALLELISM_CONFIG_EP_ASYNC_SAVE": "False",
         "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1",
         "PARALLELISM_CONFIG_DP_SHARD_SIZE": "-1",
         "FSDP_VERSION": "2",

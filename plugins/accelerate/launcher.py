@@ -34,6 +34,8 @@ EXPERT_OPTIONS = {
     "ep_dispatcher": "How tokens travel between these processes.",
     "ep_compute": "How the experts are computed.",
     "ep_layers": "Which implementation the layers around the experts use.",
+    "ep_checkpoint_format": "What a checkpoint is: hf (a Hugging Face model) or dcp (as Accelerate's FSDP2 writes it).",
+    "ep_async_save": "true: write checkpoints in the background.",
 }
 
 # What EP needs from FSDP, and what stock FSDP2 for Transformers needs where nobody said anything else.

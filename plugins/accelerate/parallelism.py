@@ -32,6 +32,8 @@ class ExpertMeshConfig(ParallelismConfig):
         ep_dispatcher: how tokens travel. Default `auto`.
         ep_compute: how experts are multiplied. Default `auto`.
         ep_layers: the layers around the experts. Default `hf`.
+        ep_checkpoint_format: `hf`, a Hugging Face model, or `dcp`, as Accelerate's FSDP2 writes it. Default `hf`.
+        ep_async_save: write checkpoints in the background. Default false.
 
     `dp_shard_size` defaults to all the ranks that the other sizes leave.
 
@@ -43,6 +45,8 @@ class ExpertMeshConfig(ParallelismConfig):
     ep_dispatcher: str | None = None
     ep_compute: str | None = None
     ep_layers: str | None = None
+    ep_checkpoint_format: str | None = None
+    ep_async_save: bool | None = None
 
     def __post_init__(self) -> None:
         refuse_sequence_parallelism(self.sp_size)

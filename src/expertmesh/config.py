@@ -18,6 +18,11 @@ ENV_PREFIX = "PARALLELISM_CONFIG_"
 # `hf` keeps the model's own attention, linear and norm layers.
 EP_LAYERS = ("hf",)
 
+# `hf` makes every checkpoint a Hugging Face model; `dcp` writes the layout of Accelerate's FSDP2.
+EP_CHECKPOINT_FORMATS = ("hf", "dcp")
+
+_TRUE, _FALSE = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")
+
 # Keys of the same YAML block that Accelerate itself reads and that do not concern expert parallelism.
 ACCELERATE_KEYS = (
     "cp_backend",
@@ -46,6 +51,9 @@ class ExpertParallelConfig:
         ep_dispatcher: how tokens travel, a name registered in `expertmesh.dispatch`, or `auto`.
         ep_compute: how the experts are computed, a name registered in `expertmesh.compute`, or `auto`.
         ep_layers: which implementation the layers around the experts use.
+        ep_checkpoint_format: what a training checkpoint is, a Hugging Face model (`hf`) or DCP as Accelerate's FSDP2
+            writes it (`dcp`). Both resume on any mesh.
+        ep_async_save: write checkpoints in the background, so that training waits only for a copy in host memory.
     """
 
     dp_replicate_size: int = 1
@@ -56,6 +64,8 @@ class ExpertParallelConfig:
     ep_dispatcher: str = "auto"
     ep_compute: str = "auto"
     ep_layers: str = "hf"
+    ep_checkpoint_format: str = "hf"
+    ep_async_save: bool = False
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> ExpertParallelConfig:
@@ -64,8 +74,8 @@ class ExpertParallelConfig:
         Keys that only Accelerate reads are skipped. Texts are converted, `-1` for `dp_shard_size` means "infer".
 
         Raises:
-            ConfigError: an unknown key (the nearest known one is named), a size that is not an integer, or DeepSpeed's
-                sequence parallelism.
+            ConfigError: an unknown key (the nearest known one is named), a size that is not an integer, a switch that
+                is neither true nor false, or DeepSpeed's sequence parallelism.
         """
         refuse_unknown_keys(values)
         refuse_sequence_parallelism({_short(key): value for key, value in values.items()}.get("sp_size"))
@@ -77,7 +87,7 @@ class ExpertParallelConfig:
         """Read what the launcher exported. Variables that are not set keep their defaults.
 
         Raises:
-            ConfigError: a size that is not an integer.
+            ConfigError: a size that is not an integer, or a switch that is neither true nor false.
         """
         names = {field.name: ENV_PREFIX + field.name.upper() for field in fields(cls)}
         return cls.from_mapping({key: environ[name] for key, name in names.items() if name in environ})
@@ -140,6 +150,13 @@ class ExpertParallelConfig:
             )
         if self.ep_layers not in EP_LAYERS:
             raise ConfigError(f"ep_layers {self.ep_layers!r} is unknown: choose among {', '.join(EP_LAYERS)}.")
+        if self.ep_checkpoint_format not in EP_CHECKPOINT_FORMATS:
+            raise ConfigError(
+                f"ep_checkpoint_format {self.ep_checkpoint_format!r} is unknown: choose among "
+                f"{', '.join(EP_CHECKPOINT_FORMATS)}."
+            )
+        if not isinstance(self.ep_async_save, bool):
+            raise ConfigError(f"ep_async_save must be true or false, but is {self.ep_async_save!r}: correct it.")
 
 
 KNOWN_KEYS = tuple(field.name for field in fields(ExpertParallelConfig)) + ACCELERATE_KEYS
@@ -178,6 +195,8 @@ def _short(key: str) -> str:
 
 
 def _parse(key: str, value: object) -> object:
+    if key == "ep_async_save":
+        return _parse_switch(key, value)
     if not key.endswith("_size"):
         return str(value)
     if value is None and key == "dp_shard_size":
@@ -187,6 +206,13 @@ def _parse(key: str, value: object) -> object:
     except ValueError:
         raise ConfigError(f"{YAML_PREFIX}{key} must be an integer, but is {value!r}: correct it.") from None
     return None if key == "dp_shard_size" and size == -1 else size
+
+
+def _parse_switch(key: str, value: object) -> bool:
+    text = str(value).lower()
+    if text not in _TRUE + _FALSE:
+        raise ConfigError(f"{YAML_PREFIX}{key} must be true or false, but is {value!r}: correct it.")
+    return text in _TRUE
 
 
 def _divisors(number: int) -> str:
