@@ -21,7 +21,7 @@ from pathlib import Path
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 from step_arms import ARMS, WORKLOADS, save_initial_model
-from step_processes import ArmProcesses, StepRecord
+from step_processes import StepProcesses, StepRecord
 from transformers.utils import logging
 
 OURS = "c"
@@ -102,9 +102,9 @@ def table(workload: str, results: dict[str, ArmResult]) -> str:
     )
 
 
-def _start(arm: str, workload: str, saved: Path, lifetime: float, stack: ExitStack) -> ArmProcesses:
+def _start(arm: str, workload: str, saved: Path, lifetime: float, stack: ExitStack) -> StepProcesses:
     """One arm after the other, so that their peaks while building do not add up."""
-    processes = stack.enter_context(ArmProcesses(arm, workload, saved, lifetime))
+    processes = stack.enter_context(StepProcesses(arm, workload, saved, lifetime))
     processes.wait_until_built()
     return processes
 

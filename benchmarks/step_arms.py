@@ -77,14 +77,19 @@ def save_initial_model(workload: Workload, folder: Path) -> None:
 
 def accelerate_fsdp2(saved: Path) -> Step:
     """What `accelerate launch` gives without expert parallelism: every layer's experts are gathered on every rank."""
+    return _prepared(fsdp2_accelerator(), saved)
+
+
+def fsdp2_accelerator(**options: object) -> Accelerator:
+    """An `Accelerator` that does FSDP2 on CPU. `options` are more of the FSDP plugin's."""
     accelerator = Accelerator()
     # Accelerate turns FSDP on for accelerators only; on CPU its state has to be told.
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, **options
     )
-    return _prepared(accelerator, saved)
+    return accelerator
 
 
 def transformers_ep(saved: Path) -> Step:
