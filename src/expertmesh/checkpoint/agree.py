@@ -52,7 +52,7 @@ def agree(error: BaseException | None, what: str, group: ProcessGroup | None = N
 
     Args:
         error: this rank's failure, if it has one.
-        what: what was being done, as it goes on after "cannot", with the path: `write the checkpoint runs/checkpoint-5`.
+        what: what was being done, as it follows "cannot", with the path: `write the checkpoint runs/checkpoint-5`.
         group: the ranks that agree; by default all of them.
 
     Raises:
