@@ -6,11 +6,12 @@ bytes, row-major, without holes. Nothing here reads or writes a tensor's bytes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -194,35 +195,36 @@ def _split(tensors: Sequence[PlannedTensor], max_shard_size: int) -> list[list[P
     current: list[PlannedTensor] = []
     filled = 0
     for tensor in tensors:
-        if tensor.nbytes > max_shard_size:
+        nbytes = tensor.nbytes
+        if nbytes > max_shard_size:
             groups.append([tensor])
             continue
-        if filled + tensor.nbytes > max_shard_size:
+        if filled + nbytes > max_shard_size:
             groups.append(current)
             current, filled = [], 0
         current.append(tensor)
-        filled += tensor.nbytes
+        filled += nbytes
     return [*groups, current] if current else groups
 
 
 def _plan_file(filename: str, tensors: Sequence[PlannedTensor]) -> PlannedFile:
-    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    placed: dict[str, StoredTensor] = {}
-    position = 0
     # Widest first keeps every tensor aligned to its element size, without which torch cannot view a mapped file.
-    for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
-        end = position + tensor.nbytes
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    ends = list(itertools.accumulate(tensor.nbytes for tensor in ordered))
+    ranges = list(zip([0, *ends], ends, strict=False))
+    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    for tensor, data_range in zip(ordered, ranges, strict=True):
         dtype, shape = _stored_form(tensor)
-        entries[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
-        placed[tensor.name] = StoredTensor(
-            tensor.name, Path(filename), tensor.dtype, tensor.shape, position, tensor.nbytes
-        )
-        position = end
+        entries[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": data_range}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    placed = {name: replace(tensor, offset=len(header) + tensor.offset) for name, tensor in placed.items()}
-    return PlannedFile(filename, header, placed, len(header) + position)
+    path = Path(filename)
+    placed = {
+        tensor.name: StoredTensor(tensor.name, path, tensor.dtype, tensor.shape, len(header) + start, end - start)
+        for tensor, (start, end) in zip(ordered, ranges, strict=True)
+    }
+    return PlannedFile(filename, header, placed, len(header) + sum(end - start for start, end in ranges))
 
 
 def _stored_form(tensor: PlannedTensor) -> tuple[str, list[int]]:
@@ -246,7 +248,10 @@ def _parse_entry(name: str, entry: object, path: Path, data_start: int) -> Store
             raise _damaged(path, f"its header describes {name} by {str(entry)[:200]}")
     dtype = DTYPES.get(stored_dtype)
     if dtype is None:
-        raise _damaged(path, f"{name} has dtype {stored_dtype}, which this torch cannot hold")
+        raise CheckpointError(
+            f"{path} cannot be read: {name} has dtype {stored_dtype}, which torch {torch.__version__} does not have; "
+            "convert the file to another dtype"
+        )
     if stored_dtype == "F4":
         if not shape or shape[-1] % 2:
             raise _damaged(path, f"{name} has 4-bit rows of shape {shape}, which are no whole bytes")
