@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 # sysexits.h EX_CONFIG. A launcher can tell a refused configuration from a crash by it.
 CONFIG_EXIT_CODE = 78
+_NAMES_SHOWN = 5
 _SECONDS_FOR_RANK_0 = 10
 
 
@@ -26,6 +28,12 @@ class ModelError(ExpertMeshError):
 
 class CheckpointError(ExpertMeshError):
     """A checkpoint cannot be written, or what is there cannot be read back as it was written."""
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of many names, and how many more there are, for a message of one line."""
+    rest = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def install_one_line_reports() -> None:

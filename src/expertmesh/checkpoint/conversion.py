@@ -15,7 +15,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from transformers.utils import logging
 from expertmesh.checkpoint.safetensors_format import StoredTensor
 from expertmesh.checkpoint.shards import original_class, tensors_to_save, unwrapped
 from expertmesh.checkpoint.trace import TracedTensor
+from expertmesh.errors import CheckpointError, some
 
 # Gives, for whole source tensors by their stored names, the model's tensors that are made of them.
 Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -51,7 +53,22 @@ class LoadPlan:
     convert: Convert
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    misshapen: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = field(default=())
+    misshapen: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
+
+    def refuse_other_tensors(self, folder: Path) -> None:
+        """Refuse files that have not exactly the model's tensors.
+
+        Raises:
+            CheckpointError: lists the first names of each kind.
+        """
+        misshapen = [f"{name} (stored {list(found)}, model {list(own)})" for name, found, own in self.misshapen]
+        kinds = {"missing": self.missing, "not in the model": self.unexpected, "of another shape": misshapen}
+        wrong = [f"{len(names)} {kind}: {some(names)}" for kind, names in kinds.items() if names]
+        if wrong:
+            raise CheckpointError(
+                f"the weights in {folder} are not those of this model; {'; '.join(wrong)}. Resume with the model that "
+                f"wrote the checkpoint, or start from it with from_pretrained."
+            )
 
 
 def trace_sources(stored: Mapping[str, StoredTensor]) -> dict[str, TracedTensor]:

@@ -8,7 +8,7 @@ followed without moving one element.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -96,7 +96,7 @@ class Piece:
     def strides_in(self, source_strides: Sequence[int]) -> tuple[int, ...]:
         """Strides that walk the piece's elements in a source stored with `source_strides`."""
         return tuple(
-            0 if dim is None else source_strides[dim] * step for dim, step in zip(self.dims, self.steps, strict=True)
+            1 if dim is None else source_strides[dim] * step for dim, step in zip(self.dims, self.steps, strict=True)
         )
 
     def moved(self, dim: int, by: int) -> Piece:
@@ -190,6 +190,18 @@ def reshape(pieces: Iterable[Piece], old: Sequence[int], new: Sequence[int]) -> 
             pieces = _regroup(pieces, position, old_group, new_group)
         position += len(new_group)
     return pieces
+
+
+def in_chunks(piece: Piece, most: int) -> Iterator[Piece]:
+    """The piece in parts of at most `most` elements, cut along the slowest dimension of its source."""
+    if prod(piece.shape) <= most:
+        yield piece
+        return
+    along = min((dim, k) for k, dim in enumerate(piece.dims) if dim is not None)[1]
+    half = piece.shape[along] // 2
+    for start, extent in ((0, half), (half, piece.shape[along] - half)):
+        offset = _with(piece.offset, along, piece.offset[along] + start)
+        yield from in_chunks(piece.cut(Box(offset, _with(piece.shape, along, extent))), most)
 
 
 def _regroup(pieces: list[Piece], dim: int, old: Sequence[int], new: Sequence[int]) -> list[Piece]:

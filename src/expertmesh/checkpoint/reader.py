@@ -8,14 +8,12 @@ was overwritten since is found.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,15 +21,11 @@ from torch import Tensor
 from expertmesh.checkpoint.boxes import Box, contiguous_runs
 from expertmesh.checkpoint.checksum import RunChecksum
 from expertmesh.checkpoint.conversion import LoadPlan
-from expertmesh.checkpoint.pieces import Piece
+from expertmesh.checkpoint.file_io import CHUNK, InputFiles, bytes_of, num_threads
+from expertmesh.checkpoint.pieces import Piece, in_chunks
 from expertmesh.checkpoint.safetensors_format import StoredTensor
 from expertmesh.checkpoint.shards import LocalShard
-from expertmesh.errors import CheckpointError
-
-# Bounds what a read needs beside its destination, in bytes and for each thread.
-CHUNK = 16 << 20
-_THREADS = 4
-_NAMES_SHOWN = 5
+from expertmesh.errors import CheckpointError, some
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,7 @@ def read_shards(plan: LoadPlan, shards: Mapping[str, LocalShard]) -> Reading:
     """
     opaque = {name for name in shards if plan.tensors[name].opaque}
     total = Reading()
-    with ThreadPoolExecutor(_num_threads()) as threads:
+    with ThreadPoolExecutor(num_threads()) as threads:
         followed = [(name, shard) for name, shard in shards.items() if name not in opaque]
         for reading in threads.map(lambda item: read_box(plan, item[0], item[1].box, item[1].tensor), followed):
             total.add(reading)
@@ -97,11 +91,11 @@ def read_box(plan: LoadPlan, name: str, box: Box, destination: Tensor) -> Readin
     """
     traced = plan.tensors[name]
     reading = Reading()
-    with Files() as files:
+    with InputFiles() as files:
         for piece in traced.pieces:
             part = piece.cut(box)
             if part is not None:
-                for chunk in _chunks(part, plan.stored[part.source].dtype.itemsize):
+                for chunk in in_chunks(part, CHUNK // plan.stored[part.source].dtype.itemsize):
                     region = destination[chunk.box.within(box).slices]
                     _read_piece(files, plan.stored[chunk.source], chunk, traced.dtype, region, name, reading)
     return reading
@@ -110,8 +104,8 @@ def read_box(plan: LoadPlan, name: str, box: Box, destination: Tensor) -> Readin
 def read_whole(stored: StoredTensor) -> tuple[Tensor, RunChecksum]:
     """One stored tensor as it is, and the checksum of its bytes."""
     tensor = torch.empty(stored.shape, dtype=stored.dtype)
-    buffer = _bytes_of(tensor)
-    with Files() as files:
+    buffer = bytes_of(tensor)
+    with InputFiles() as files:
         files.read(stored, 0, buffer)
     return tensor, RunChecksum(stored.name, 0, stored.nbytes, zlib.crc32(buffer))
 
@@ -129,49 +123,20 @@ def check_fingerprints(fingerprints: list[Fingerprint], shards: Mapping[str, Loc
 
     def differs(expected: Fingerprint) -> bool:
         shard = shards.get(expected.name)
-        return shard is None or zlib.crc32(_bytes_of(shard.region(expected.box))) != expected.crc
+        return shard is None or zlib.crc32(bytes_of(shard.region(expected.box))) != expected.crc
 
-    with ThreadPoolExecutor(_num_threads()) as threads:
+    with ThreadPoolExecutor(num_threads()) as threads:
         wrong = [fp.name for fp, bad in zip(fingerprints, threads.map(differs, fingerprints), strict=True) if bad]
     if wrong:
         names = sorted(set(wrong))
-        shown = ", ".join(names[:_NAMES_SHOWN]) + (f" and {len(names) - _NAMES_SHOWN} more" if names[5:] else "")
         raise CheckpointError(
-            f"after loading, {len(names)} of the model's tensors are not what the files hold: {shown}. Nothing was "
-            f"trained; please report this with the model's name."
+            f"after loading, {len(names)} of the model's tensors are not what the files hold: {some(names)}. "
+            f"Nothing was trained; please report this with the model's name."
         )
 
 
-class Files:
-    """Open files by path, closed at the end of a `with` block."""
-
-    def __init__(self) -> None:
-        self._open: dict[Path, int] = {}
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-
-    def read(self, stored: StoredTensor, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with a stored tensor's bytes from its byte `start` on."""
-        if stored.path not in self._open:
-            self._open[stored.path] = os.open(stored.path, os.O_RDONLY)
-        position, done = stored.offset + start, 0
-        while done < len(buffer):
-            count = os.preadv(self._open[stored.path], [buffer[done:]], position + done)
-            if count == 0:
-                raise CheckpointError(
-                    f"{stored.path} ends inside {stored.name}: it is truncated. Use another checkpoint, or fetch "
-                    f"the file again."
-                )
-            done += count
-
-
 def _read_piece(
-    files: Files,
+    files: InputFiles,
     stored: StoredTensor,
     piece: Piece,
     dtype: torch.dtype,
@@ -186,7 +151,7 @@ def _read_piece(
     direct = stored.dtype == dtype == region.dtype and region.device.type == "cpu" and region.is_contiguous()
     direct = direct and source_box.numel == region.numel() and _row_major(piece.shape, layout)
     buffer = region if direct else torch.empty(source_box.shape, dtype=stored.dtype)
-    view = _bytes_of(buffer)
+    view = bytes_of(buffer)
     size, position = stored.dtype.itemsize, 0
     for first, count in contiguous_runs(stored.shape, source_box):
         run = view[position : position + count * size]
@@ -199,7 +164,7 @@ def _read_piece(
     else:
         elements = buffer.flatten().as_strided(piece.shape, layout).to(dtype).to(region.dtype).contiguous()
         region.copy_(elements)
-        crc = zlib.crc32(_bytes_of(elements))
+        crc = zlib.crc32(bytes_of(elements))
     reading.fingerprints.append(Fingerprint(name, piece.box, crc))
 
 
@@ -214,7 +179,7 @@ def _read_converted(plan: LoadPlan, shards: Mapping[str, LocalShard]) -> Reading
     for name, shard in shards.items():
         elements = converted[name][shard.box.slices].to(plan.tensors[name].dtype).to(shard.tensor.dtype).contiguous()
         shard.tensor.copy_(elements)
-        reading.fingerprints.append(Fingerprint(name, shard.box, zlib.crc32(_bytes_of(elements))))
+        reading.fingerprints.append(Fingerprint(name, shard.box, zlib.crc32(bytes_of(elements))))
     return reading
 
 
@@ -226,19 +191,6 @@ def _by_sources(plan: LoadPlan, names: set[str]) -> Iterator[list[str]]:
     yield from groups.values()
 
 
-def _chunks(piece: Piece, itemsize: int) -> Iterator[Piece]:
-    """The piece in parts of at most `CHUNK` bytes, cut along the slowest dimension of the file."""
-    if prod(piece.shape) * itemsize <= CHUNK:
-        yield piece
-        return
-    along = min((dim, k) for k, dim in enumerate(piece.dims) if dim is not None)[1]
-    half = piece.shape[along] // 2
-    for start, extent in ((0, half), (half, piece.shape[along] - half)):
-        offset = (*piece.offset[:along], piece.offset[along] + start, *piece.offset[along + 1 :])
-        shape = (*piece.shape[:along], extent, *piece.shape[along + 1 :])
-        yield from _chunks(piece.cut(Box(offset, shape)), itemsize)
-
-
 def _row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     expected = 1
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
@@ -246,14 +198,3 @@ def _row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         expected *= extent
     return True
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The elements' bytes, row-major; the tensor's own memory if it is contiguous and on the CPU."""
-    flat = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
-    return memoryview(flat.numpy())
-
-
-def _num_threads() -> int:
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(_THREADS, (os.cpu_count() or 1) // local_ranks))
