@@ -1,4 +1,4 @@
-"""Boxes of what FSDP2 and expert parallelism make of a weight, on 4 ranks: run by `test_checkpoint_bytes.py`.
+"""Boxes of what FSDP2 and expert parallelism make of a weight, on 4 ranks: run by `test_checkpoint_boxes.py`.
 
 Every weight holds its own element numbers, so each rank compares what it has with the whole at its box.
 """
