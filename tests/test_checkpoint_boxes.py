@@ -9,7 +9,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import TESTS, run_ranks
 
@@ -34,6 +34,7 @@ def shape_and_boxes(draw, count):
 # Boxes
 
 
+@settings(deadline=None)
 @given(shape_and_boxes(1))
 def test_runs_are_the_elements_of_the_box_in_order_and_as_long_as_can_be(case):
     shape, box = case
@@ -43,6 +44,7 @@ def test_runs_are_the_elements_of_the_box_in_order_and_as_long_as_can_be(case):
     assert all(first + count < after for (first, count), (after, _) in itertools.pairwise(runs))
 
 
+@settings(deadline=None)
 @given(shape_and_boxes(2))
 def test_intersection_is_what_both_have(case):
     shape, one, other = case
@@ -83,6 +85,7 @@ def test_boxes_of_fsdp_over_ep_tile_every_tensor_once():
 # Checksums
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_combined_crc_is_that_of_the_concatenation(one, other):
     assert combine(zlib.crc32(one), zlib.crc32(other), len(other)) == zlib.crc32(one + other)
@@ -110,12 +113,14 @@ def tilings(draw):
     return data, runs, draw(st.permutations(runs + replicas))
 
 
+@settings(deadline=None)
 @given(tilings())
 def test_runs_in_any_order_with_replicas_are_the_whole(tiling):
     data, _, reported = tiling
     assert combine_runs(reported, len(data)) == zlib.crc32(data)
 
 
+@settings(deadline=None)
 @given(tilings(), st.data())
 def test_runs_that_do_not_tile_have_no_sum(tiling, data):
     whole, runs, _ = tiling

@@ -118,8 +118,11 @@ def write_in_two_shards(output, stored, tensor, data):
             position += count * size
 
 
+@settings(deadline=None)
 @given(state_dicts(), st.integers(1, 200))
 def test_tensors_are_split_as_save_pretrained_splits_them(tensors, max_shard_size):
+    # It takes all empty tensors for one tied weight, as all have the address 0.
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     files = plan_files(planned(tensors), max_shard_size)
     split = split_torch_state_dict_into_shards(
         tensors, max_shard_size=max_shard_size, filename_pattern="model{suffix}.safetensors"
