@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from expertmesh.checkpoint.deferred import DeferredWeights, take_placeholders
 from expertmesh.config import ExpertParallelConfig
 from expertmesh.errors import ConfigError, ModelError
 from expertmesh.expert_parallel import is_expert_parallel
@@ -34,6 +35,7 @@ class ExpertMeshFSDPPlugin(FullyShardedDataParallelPlugin):
     dense_mesh: DeviceMesh | None = None
     device: torch.device | None = None
     upcast_trainable: bool = False
+    deferred: DeferredWeights | None = None
 
     @classmethod
     def extend(
@@ -74,6 +76,7 @@ class ExpertMeshFSDPPlugin(FullyShardedDataParallelPlugin):
         extended.device = device
         # Accelerate keeps float32 master weights of what it trains in mixed precision, but only after this plugin ran.
         extended.upcast_trainable = mixed_precision != "no"
+        extended.deferred = None
         return extended
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
@@ -82,6 +85,8 @@ class ExpertMeshFSDPPlugin(FullyShardedDataParallelPlugin):
         if is_expert_parallel(model):
             return
         _refuse_adapted_experts(model)
+        trainable_dtype = torch.float32 if self.upcast_trainable else None
+        self.deferred = take_placeholders(model, trainable_dtype)
         sharded = apply_expert_parallel(
             model,
             self.config,
@@ -89,10 +94,20 @@ class ExpertMeshFSDPPlugin(FullyShardedDataParallelPlugin):
             self.dense_mesh,
             self.device,
             self._fsdp_options(),
-            trainable_dtype=torch.float32 if self.upcast_trainable else None,
+            trainable_dtype=trainable_dtype,
         )
         _point_to_shards(sharded)
         self.ignored_modules = [*self._ignored_by_user(model), nn.ParameterList(sharded.unmanaged)]
+
+    def fill_deferred(self, model: nn.Module) -> None:
+        """Read what was left in files into the shards of the model that Accelerate has just sharded. Collective.
+
+        Raises:
+            CheckpointError: as `DeferredWeights.fill` does.
+        """
+        deferred, self.deferred = self.deferred, None
+        if deferred:
+            deferred.fill(model)
 
     def _fsdp_options(self) -> dict[str, Any]:
         return {

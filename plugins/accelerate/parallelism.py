@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -12,10 +14,12 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from expertmesh_plugins.accelerate.fsdp import ExpertMeshFSDPPlugin
+from expertmesh_plugins.accelerate.patches import patch_accelerate
 
 from expertmesh.compute import check_compute
 from expertmesh.config import ExpertParallelConfig, refuse_sequence_parallelism
 from expertmesh.dispatch import check_dispatcher
+from expertmesh.plugins import load_plugin
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -71,6 +75,8 @@ class ExpertMeshConfig(ParallelismConfig):
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Accelerate's own hook: it hands us the accelerator once its state exists, before anything is prepared."""
+        patch_accelerate()
+        _patch_transformers()
         if accelerator.num_processes > 1:
             self._install_fsdp_plugin(accelerator)
         super()._validate_accelerator(accelerator)
@@ -90,6 +96,13 @@ class ExpertMeshConfig(ParallelismConfig):
         # Accelerate turns FSDP on by itself on accelerators only; on CPUs it would fall back to DDP.
         state.distributed_type = DistributedType.FSDP
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def _patch_transformers() -> None:
+    """Let Transformers load and save like us too, where a script uses its Trainer; which it has imported by then."""
+    plugin = load_plugin("transformers").__name__
+    if "transformers.trainer" in sys.modules:
+        import_module(f"{plugin}.trainer").patch_trainer()
 
 
 def _world_size() -> int:

@@ -131,6 +131,17 @@ class ExpertParallelConfig:
             raise ConfigError("dp_shard_size is not known yet: call resolve(world_size) first.")
         return self.dp_shard_size * self.cp_size // self.ep_size
 
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Ranks along each axis, as a checkpoint records them. Needs a resolved configuration."""
+        return {
+            "dp_replicate": self.dp_replicate_size,
+            "dp_shard": self.dp_shard_size * self.cp_size,
+            "efsdp": self.efsdp_size,
+            "ep": self.ep_size,
+            "world_size": self.dp_replicate_size * self.dp_shard_size * self.cp_size * self.tp_size,
+        }
+
     def _check_choices(self) -> None:
         for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size", "ep_size"):
             size = getattr(self, name)

@@ -1,0 +1,56 @@
+"""What Accelerate does otherwise where an accelerator's `parallelism_config` is an `ExpertMeshConfig`.
+
+Monkey-patches, checked on accelerate 1.15.0, each with a test in tests/test_checkpoint_accelerate.py:
+
+- `accelerate.Accelerator.save_state`, `accelerate.Accelerator.load_state`: checkpoints that are Hugging Face models and
+  that any mesh can resume, see `checkpoints`.
+- `accelerate.Accelerator.end_training`: first waits for a checkpoint that is written in the background.
+- `accelerate.accelerator.fsdp2_prepare_model`: a model whose weights were left in their files gets them once sharded.
+
+Accelerators without such a configuration go the original way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate import accelerator as accelerator_module
+from expertmesh_plugins.accelerate.checkpoints import load_state, save_state
+from expertmesh_plugins.accelerate.fsdp import ExpertMeshFSDPPlugin
+from expertmesh_plugins.patching import divert
+from torch import nn
+
+from expertmesh.checkpoint.checkpoint import wait_for_checkpoints
+
+
+def patch_accelerate() -> None:
+    """Apply the patches, if they are not there yet."""
+    divert(Accelerator, "save_state", save_state, _is_ours)
+    divert(Accelerator, "load_state", load_state, _is_ours)
+    divert(Accelerator, "end_training", _end_training, _is_ours)
+    if not hasattr(accelerator_module.fsdp2_prepare_model, "__wrapped__"):
+        accelerator_module.fsdp2_prepare_model = _then_fill(accelerator_module.fsdp2_prepare_model)
+
+
+def _is_ours(accelerator: Accelerator) -> bool:
+    return hasattr(accelerator.parallelism_config, "expert_parallel")
+
+
+def _end_training(original: Callable[[Accelerator], None], accelerator: Accelerator) -> None:
+    wait_for_checkpoints()
+    original(accelerator)
+
+
+def _then_fill(prepare: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    @functools.wraps(prepare)
+    def prepare_and_fill(accelerator: Accelerator, model: nn.Module) -> Any:
+        prepared = prepare(accelerator, model)
+        plugin = accelerator.state.fsdp_plugin
+        if isinstance(plugin, ExpertMeshFSDPPlugin):
+            plugin.fill_deferred(prepared)
+        return prepared
+
+    return prepare_and_fill
