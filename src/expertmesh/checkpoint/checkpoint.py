@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from expertmesh.checkpoint import dcp
 from expertmesh.checkpoint.agree import agreed, world
-from expertmesh.checkpoint.dcp import DcpModelStage
 from expertmesh.checkpoint.description import write_description
 from expertmesh.checkpoint.manifest import Manifest, describe_files
-from expertmesh.checkpoint.optimizer import OptimizerStage
+from expertmesh.checkpoint.optimizer import ACCELERATE_FOLDER, OPTIMIZER_FOLDER, OptimizerStage
 from expertmesh.checkpoint.publish import Publication
 from expertmesh.checkpoint.writer import MAX_SHARD_SIZE, Weights, write_weights
 
@@ -33,7 +33,7 @@ _PACKAGES = ("expertmesh", "torch", "transformers")
 class Stage(Protocol):
     """Something taken from the training at one moment, to be written later."""
 
-    def write(self, folder: Path, group: dist.ProcessGroup | None) -> Mapping[str, str]:
+    def write(self, folder: Path, group: dist.ProcessGroup | None) -> Mapping[str, str] | None:
         """Write it into `folder`. Collective over `group`. Returns the checksums of stored tensors, if any, by name."""
 
 
@@ -64,7 +64,7 @@ class Checkpoint:
 
     Args:
         final: the folder it is to become; whatever is there stays until the new one is complete.
-        inner: files are written to this sub-folder of `folder` instead, which alone becomes `final`.
+        inner: files are written to this sub-folder of `folder`, which alone becomes `final`.
         asynchronous: write in the background.
         format: `hf`, or `dcp` for the layout that Accelerate writes with FSDP2 and `SHARDED_STATE_DICT`.
         max_shard_size: of a weight file, in bytes.
@@ -88,7 +88,6 @@ class Checkpoint:
         self._max_shard_size = max_shard_size
         self._group = _background_group() if asynchronous else None
         self._publication = Publication(Path(final), self._group, inner)
-        self._inner = inner
         self._stages: list[tuple[Stage, str]] = []
 
     @property
@@ -99,14 +98,15 @@ class Checkpoint:
     def add_model(self, model: nn.Module, subfolder: str = "") -> None:
         """Take a model's weights as they are now."""
         if self._format == "dcp":
-            stage: Stage = DcpModelStage(model, copy=self._asynchronous)
+            stage: Stage = dcp.ModelStage(model, copy=self._asynchronous)
+            subfolder = str(Path(subfolder, dcp.MODEL_FOLDER))
         else:
             stage = ModelStage(model, self._asynchronous, self._max_shard_size)
         self._stages.append((stage, subfolder))
 
     def add_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer, subfolder: str = "") -> None:
         """Take an optimizer's state as it is now; `model` gives its parameters their names."""
-        name = "optimizer_0" if self._format == "dcp" else "optimizer"
+        name = ACCELERATE_FOLDER if self._format == "dcp" else OPTIMIZER_FOLDER
         stage = OptimizerStage(model, optimizer, copy=self._asynchronous)
         self._stages.append((stage, str(Path(subfolder, name))))
 
@@ -155,7 +155,7 @@ class Checkpoint:
             self.abort()
 
     def _write(self, step: int | None, mesh: dict[str, int]) -> None:
-        root = self.folder / self._inner if self._inner else self.folder
+        root = self._publication.content
         tensors: dict[str, str] = {}
         for stage, subfolder in self._stages:
             with agreed(f"create {root / subfolder}", self._group):

@@ -14,7 +14,7 @@ from torch import nn
 from expertmesh.checkpoint.agree import agreed, gather, world
 from expertmesh.checkpoint.checksum import RunChecksum, combine_runs
 from expertmesh.checkpoint.conversion import trace_load
-from expertmesh.checkpoint.dcp import holds_dcp_model, load_dcp_model
+from expertmesh.checkpoint.dcp import MODEL_FOLDER, load_dcp_model
 from expertmesh.checkpoint.file_io import bytes_of
 from expertmesh.checkpoint.manifest import MANIFEST, Manifest
 from expertmesh.checkpoint.publish import resolve
@@ -41,7 +41,7 @@ def load_model(model: nn.Module, folder: Path | str, subfolder: str = "") -> Non
     """
     checkpoint = resolve(Path(folder))
     folder = checkpoint / subfolder
-    if holds_dcp_model(folder):
+    if (folder / MODEL_FOLDER).is_dir():
         load_dcp_model(model, folder)
         return
     with agreed(f"read the checkpoint {folder}"):
