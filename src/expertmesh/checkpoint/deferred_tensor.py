@@ -88,7 +88,7 @@ class DeferredTensor(Tensor):
             answer = _DEFERRED[func](func, *args, **kwargs)
             if answer is not NotImplemented:
                 return answer
-        for tensor in list(deferred_among((args, kwargs))):
+        for tensor in deferred_among((args, kwargs)):
             tensor.materialize()
         return func(*args, **kwargs)
 
@@ -103,7 +103,7 @@ class DeferredParameter(DeferredTensor, nn.Parameter):
 
 
 def deferred_among(tree: Any) -> Iterator[DeferredTensor]:
-    """The deferred tensors in nested lists, tuples and dicts."""
+    """The tensors in nested lists, tuples and dicts that are deferred when their turn comes."""
     return (leaf for leaf in tree_iter(tree) if isinstance(leaf, DeferredTensor))
 
 
@@ -133,6 +133,8 @@ def _convert(func: Callable, tensor: DeferredTensor, *args: Any, **kwargs: Any) 
 
 def _set_data(func: Callable, tensor: DeferredTensor, value: Tensor) -> Any:
     """`parameter.data = value`, by which `nn.Module.to` puts in what it has converted."""
+    if value is tensor:
+        return None
     if type(value) is not DeferredTensor:
         for other in deferred_among(value):
             other.materialize()
