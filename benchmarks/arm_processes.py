@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Thread
@@ -79,6 +79,12 @@ class ArmProcesses:
                 except EOFError:
                     raise RuntimeError(f"arm {self.arm}: a process ended; its traceback is above") from None
         return [replies[connection] for connection in self._connections]
+
+
+def rotated(arms: Sequence[str], turn: int) -> Sequence[str]:
+    """Another arm goes first in every round, so that none always follows the same one."""
+    first = turn % len(arms)
+    return [*arms[first:], *arms[:first]]
 
 
 def forget_peak_memory() -> None:

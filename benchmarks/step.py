@@ -20,6 +20,7 @@ from pathlib import Path
 # Before anything imports torch, here and in the processes that inherit this environment.
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
+from arm_processes import rotated
 from step_arms import ARMS, WORKLOADS, save_initial_model
 from step_processes import StepProcesses, StepRecord
 from transformers.utils import logging
@@ -62,7 +63,7 @@ def measure(
             processes.forget_peak_memory()
         _require_equal_losses(results)
         for turn in range(rounds):
-            for arm in _rotated(arms, turn):
+            for arm in rotated(arms, turn):
                 results[arm].rounds.append(running[arm].run(steps_per_round))
         for arm, processes in running.items():
             results[arm].peak_mib = processes.peak_memory_mib()
@@ -107,12 +108,6 @@ def _start(arm: str, workload: str, saved: Path, lifetime: float, stack: ExitSta
     processes = stack.enter_context(StepProcesses(arm, workload, saved, lifetime))
     processes.wait_until_built()
     return processes
-
-
-def _rotated(arms: Sequence[str], turn: int) -> Sequence[str]:
-    """Another arm goes first in every round, so that none always follows the same one."""
-    first = turn % len(arms)
-    return [*arms[first:], *arms[:first]]
 
 
 def _median_time(steps: Iterable[StepRecord]) -> float:
