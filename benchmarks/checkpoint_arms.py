@@ -173,12 +173,12 @@ class ExpertMesh(Arm):
         parallelize(self.model, ExpertParallelConfig(ep_size=dist.get_world_size()), device="cpu")
 
     def save(self, folder: Path) -> None:
-        from expertmesh.checkpoint.checkpoint import save_model
+        from expertmesh.checkpoint import save_model
 
         save_model(self.model, folder)
 
     def load(self, folder: Path) -> None:
-        from expertmesh.checkpoint.checkpoint import load_model
+        from expertmesh.checkpoint import load_model
 
         load_model(self.model, folder)
 
