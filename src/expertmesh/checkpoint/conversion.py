@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from expertmesh.errors import CheckpointError, some
 
 # Gives, for whole source tensors by their stored names, the model's tensors that are made of them.
 Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+_TRACES: WeakKeyDictionary[nn.Module, tuple[tuple, dict[str, Tensor]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,13 @@ def trace_load(model: nn.Module, stored: Mapping[str, StoredTensor]) -> LoadPlan
 def trace_save(model: nn.Module) -> dict[str, TracedTensor]:
     """What a model's checkpoint holds: every tensor under its stored name, made of the model's tensors."""
     model = unwrapped(model)
-    sources = {
-        name: TracedTensor.of(name, tuple(tensor.shape), tensor.dtype)
-        for name, tensor in tensors_to_save(model).items()
-    }
-    return revert(model, sources)
+    own = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_to_save(model).items())
+    # Seconds for a model with many experts, and the same at every save.
+    known, traced = _TRACES.get(model, (None, {}))
+    if known != own:
+        traced = revert(model, {name: TracedTensor.of(name, shape, dtype) for name, shape, dtype in own})
+        _TRACES[model] = (own, traced)
+    return traced
 
 
 def revert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
