@@ -103,13 +103,18 @@ def build(family: str = "qwen3_moe", **changes: object) -> PreTrainedModel:
     torch.manual_seed(0)
     config = CONFIG_MAPPING[family](**{**_COMMON, **FAMILIES[family], **changes})
     model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=0.1)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.05)
+    randomize(model)
     return model.train()
+
+
+@torch.no_grad()
+def randomize(model: nn.Module) -> None:
+    """Give every parameter values that are clearly different from zero."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.1)
+        else:
+            parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
 def batches(count: int, rows: int, length: int, seed: int = 1) -> torch.Tensor:
