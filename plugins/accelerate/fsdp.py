@@ -23,7 +23,7 @@ from expertmesh.errors import ConfigError, ModelError
 from expertmesh.expert_parallel import is_expert_parallel
 from expertmesh.experts import is_experts
 from expertmesh.mesh import ExpertMesh, build_expert_mesh
-from expertmesh.parallelize import ShardedExperts, apply_expert_parallel
+from expertmesh.composition import ShardedExperts, apply_expert_parallel
 
 
 @dataclass

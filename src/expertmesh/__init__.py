@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return ExpertParallelConfig
     if name == "parallelize":
-        from expertmesh.parallelize import parallelize
+        from expertmesh.composition import parallelize
 
         return parallelize
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

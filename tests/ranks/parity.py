@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from expertmesh import parallelize
 from expertmesh.config import ExpertParallelConfig
 from expertmesh.experts import find_experts
-from expertmesh.parallelize import parallelize
 
 STEPS = 3
 # A gradient below this part of the model's largest is zero but for rounding (a router whose choices do not matter).
