@@ -6,10 +6,12 @@ No processes here: the ranks of a sharding are played one after the other, each 
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 import torch
 from ranks.families import BUILDERS, build_family
+from ranks.models import FAMILIES
 from safetensors.torch import load_file
 
 from expertmesh.checkpoint.boxes import Box
@@ -67,8 +69,9 @@ def write_as_ranks(weights: Weights, ranks: list[dict[str, LocalShard]], folder,
     return files, runs
 
 
-@pytest.mark.parametrize("family", BUILDERS)
-@pytest.mark.parametrize("num_ranks", [1, 4, 9])
+@pytest.mark.parametrize(
+    ("family", "num_ranks"), [*((name, 9) for name in BUILDERS), *product(FAMILIES, [1, 4])], ids=str
+)
 def test_any_sharding_writes_the_files_of_one_process_and_reads_them_back(family, num_ranks, tmp_path):
     model = build_family(family)
     model.save_pretrained(tmp_path / "stock")
