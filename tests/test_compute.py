@@ -17,6 +17,7 @@ from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 
 from expertmesh.compute import build_expert_function
 from expertmesh.compute.normed import normed_experts
+from expertmesh.compute.projection import LowRank, ProjectionTensors
 from expertmesh.compute.routed import ExpertTensors, routed_experts
 from expertmesh.dispatch.local import LocalDispatcher
 from expertmesh.errors import ConfigError
@@ -55,7 +56,7 @@ def run_ours(experts, name, hidden, index, weights):
     spec = ExpertsSpec.of(experts)
     function = build_expert_function(name, experts, spec, gradient_scale=1.0)
     dispatched = LocalDispatcher(spec.num_experts).dispatch(hidden, index, weights)
-    tensors = ExpertTensors(*(getattr(experts, parameter) for parameter in spec.parameter_names))
+    tensors = ExpertTensors.of(*(getattr(experts, parameter) for parameter in spec.parameter_names))
     operands = (function, tensors, dispatched.tokens, dispatched.row_weights, dispatched.rows)
     if spec.has_post_expert_norm:
         return normed_experts(*operands, experts.post_expert_norm)
@@ -109,6 +110,63 @@ def test_no_tokens_give_zero_gradients_and_stay_connected(compute):
     found = gradients(experts, lambda *inputs: run_ours(experts, compute, *inputs), hidden, index, weights)
     assert found["output"].shape == (0, 32)
     assert all(not value.any() for value in found.values())
+
+
+def low_rank(weight, is_transposed, rank, seed):
+    num_experts, out, width = weight.transpose(1, 2).shape if is_transposed else weight.shape
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(num_experts, rank, width, generator=generator) * 0.2
+    b = torch.randn(num_experts, out, rank, generator=generator) * 0.2
+    return LowRank(a.requires_grad_(), b.requires_grad_(), scaling=1.5)
+
+
+def merged(weight, adapter, is_transposed):
+    delta = adapter.scaling * adapter.b @ adapter.a
+    return weight + (delta.transpose(1, 2) if is_transposed else delta)
+
+
+@pytest.mark.parametrize("compute", ["expert_loop", "grouped_mm"])
+@pytest.mark.parametrize("rank", [1, 4, 6])
+@pytest.mark.parametrize("which", ["up", "down", "both"])
+@pytest.mark.parametrize("layout", ["qwen3_moe", "gpt_oss", "nemotron_h", "muse_spark"])
+def test_low_rank_adapters_are_a_sum_that_is_never_built(layout, which, rank, compute):
+    experts = LAYOUTS[layout]().requires_grad_(False)
+    spec = ExpertsSpec.of(experts)
+    up, down, *biases = (getattr(experts, name) for name in spec.parameter_names)
+    adapters = {
+        name: low_rank(weight, spec.is_transposed, rank, seed)
+        for seed, (name, weight) in enumerate({"up": up, "down": down}.items())
+        if which in (name, "both")
+    }
+    leaves = [leaf for adapter in adapters.values() for leaf in (adapter.a, adapter.b)]
+    index, weights = routing("even")
+    hidden = torch.randn(TOKENS, up.shape[1] if spec.is_transposed else up.shape[2])
+    hidden, weights = (tensor.requires_grad_() for tensor in (hidden, weights))
+    dispatched = LocalDispatcher(spec.num_experts).dispatch(hidden, index, weights)
+    function = build_expert_function(compute, experts, spec, gradient_scale=1.0)
+    operands = (dispatched.tokens, dispatched.row_weights, dispatched.rows)
+
+    def run(tensors):
+        if spec.has_post_expert_norm:
+            output = normed_experts(function, tensors, *operands, experts.post_expert_norm)
+        else:
+            output = routed_experts(function, tensors, *operands)
+        mixed = (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum()
+        return output.detach(), *torch.autograd.grad(mixed, [hidden, weights, *leaves], retain_graph=True)
+
+    up_bias, down_bias = biases or (None, None)
+    ours = run(
+        ExpertTensors(
+            ProjectionTensors(up, up_bias, adapters.get("up")), ProjectionTensors(down, down_bias, adapters.get("down"))
+        )
+    )
+    whole = [
+        merged(weight, adapters[name], spec.is_transposed) if name in adapters else weight
+        for name, weight in (("up", up), ("down", down))
+    ]
+    expected = run(ExpertTensors.of(*whole, *biases))
+    for found, truth in zip(ours, expected, strict=True):
+        assert (found - truth).abs().max() <= 1e-5 * truth.abs().max()
 
 
 def test_bf16_tokens_with_float32_weights_accumulate_in_float32():

@@ -71,7 +71,7 @@ class ExpertParallelForward:
 
     def _local_tensors(self) -> ExpertTensors:
         # FSDP2 swaps the attribute between its sharded and its gathered form, so it is looked up at every call.
-        return ExpertTensors(*(getattr(self.experts, name).to_local() for name in self.spec.parameter_names))
+        return ExpertTensors.of(*(getattr(self.experts, name).to_local() for name in self.spec.parameter_names))
 
 
 def shard_by_expert(

@@ -57,6 +57,10 @@ class ExpertGemm(ABC):
     weight_gradient: type[WeightGradient]
 
     @abstractmethod
+    def alignment(self, dtype: torch.dtype) -> int:
+        """Elements of `dtype` that every matrix dimension has to be a multiple of."""
+
+    @abstractmethod
     def chunks(self, rows: ExpertRows) -> list[Chunk]:
         """How the rows are cut. Every expert is in exactly one chunk, also one without rows."""
 
@@ -84,6 +88,10 @@ class ExpertLoop(ExpertGemm):
     """One expert at a time. On a CPU its rows stay in the cache from one projection to the next."""
 
     weight_gradient = _LoopGradient
+
+    def alignment(self, dtype: torch.dtype) -> int:
+        """Any size will do."""
+        return 1
 
     def chunks(self, rows: ExpertRows) -> list[Chunk]:
         """One chunk an expert."""
@@ -113,6 +121,10 @@ class GroupedMM(ExpertGemm):
     """All experts in one `torch.nn.functional.grouped_mm`. Strides must be multiples of 16 bytes; no float64."""
 
     weight_gradient = _GroupedGradient
+
+    def alignment(self, dtype: torch.dtype) -> int:
+        """Strides of 16 bytes."""
+        return 16 // dtype.itemsize
 
     def chunks(self, rows: ExpertRows) -> list[Chunk]:
         """A single chunk."""
