@@ -18,12 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from expertmesh.checkpoint.deferred import DeferredWeights, take_placeholders
-from expertmesh.config import ExpertParallelConfig
-from expertmesh.errors import ConfigError, ModelError
-from expertmesh.expert_parallel import is_expert_parallel
-from expertmesh.experts import is_experts
-from expertmesh.mesh import ExpertMesh, build_expert_mesh
 from expertmesh.composition import ShardedExperts, apply_expert_parallel
+from expertmesh.config import ExpertParallelConfig
+from expertmesh.errors import ConfigError
+from expertmesh.expert_parallel import is_expert_parallel
+from expertmesh.mesh import ExpertMesh, build_expert_mesh
 
 
 @dataclass
@@ -84,7 +83,6 @@ class ExpertMeshFSDPPlugin(FullyShardedDataParallelPlugin):
         super().set_auto_wrap_policy(model)
         if is_expert_parallel(model):
             return
-        _refuse_adapted_experts(model)
         trainable_dtype = torch.float32 if self.upcast_trainable else None
         self.deferred = take_placeholders(model, trainable_dtype)
         sharded = apply_expert_parallel(
@@ -142,15 +140,5 @@ def _point_to_shards(sharded: ShardedExperts) -> None:
 
     Accelerate finds out which optimizer entry is which new parameter by comparing data pointers.
     """
-    for old, new in sharded.replaced.values():
-        old.data = new.to_local()
-
-
-def _refuse_adapted_experts(model: nn.Module) -> None:
-    """Refuse PEFT's `target_parameters` on experts, which materialise whole weights and know nothing of shards."""
-    for name, module in model.named_modules():
-        if name.endswith(".base_layer") and is_experts(module):
-            raise ModelError(
-                f"`{name}` carries PEFT adapters on its expert weights, which cannot be trained with expert "
-                f"parallelism yet: remove `target_parameters` from the LoraConfig (adapters on attention work)."
-            )
+    for replaced in sharded.replaced:
+        replaced.old.data = replaced.new.to_local()

@@ -24,11 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from expertmesh.adapters import find_adapters
 from expertmesh.compute import check_compute
 from expertmesh.config import ExpertParallelConfig
 from expertmesh.dispatch import check_dispatcher
 from expertmesh.errors import ConfigError
-from expertmesh.expert_parallel import install_forward, shard_by_expert
+from expertmesh.expert_parallel import Replaced, install_forward, shard_by_expert
 from expertmesh.experts import ExpertsSpec, check_divisible, find_experts
 from expertmesh.host_memory import keep_freed_memory
 from expertmesh.mesh import ExpertMesh, build_dense_mesh, build_expert_mesh
@@ -39,11 +40,11 @@ class ShardedExperts:
     """What `apply_expert_parallel` did.
 
     Attributes:
-        replaced: the old and the new Parameter of every routed parameter, by qualified name.
+        replaced: every routed parameter, and those of its adapters, before and after.
         unmanaged: the routed parameters that no FSDP2 unit holds: whoever shards the rest must leave them out.
     """
 
-    replaced: dict[str, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
+    replaced: list[Replaced] = field(default_factory=list)
     unmanaged: list[nn.Parameter] = field(default_factory=list)
 
 
@@ -92,6 +93,7 @@ def apply_expert_parallel(
         ModelError, ConfigError: see `check_model`; nothing has been touched then.
     """
     modules = check_model(model, config)
+    adapters = find_adapters(model)
     if device.type == "cpu":
         keep_freed_memory()
     managed = mesh.shares_experts or isinstance(fsdp_options.get("offload_policy"), CPUOffloadPolicy)
@@ -99,17 +101,18 @@ def apply_expert_parallel(
     result = ShardedExperts()
     for name, experts in modules.items():
         spec = ExpertsSpec.of(experts)
-        originals = shard_by_expert(experts, spec, mesh, device, trainable_dtype)
-        install_forward(experts, spec, mesh, config, gradient_scale, fsdp_options["mp_policy"].param_dtype)
+        wrapping = adapters.get(name)
+        replaced = shard_by_expert(experts, spec, mesh, device, trainable_dtype, wrapping)
+        compute_dtype = fsdp_options["mp_policy"].param_dtype
+        install_forward(experts, spec, mesh, config, gradient_scale, compute_dtype, wrapping)
         for child in experts.children():
             if any(True for _ in child.parameters()):
                 fully_shard(child, mesh=dense_mesh, **fsdp_options)
         if managed:
-            _fully_shard_experts(experts, mesh, fsdp_options)
-        shards = {parameter: getattr(experts, parameter) for parameter in originals}
-        result.replaced.update({f"{name}.{key}": (old, shards[key]) for key, old in originals.items()})
-        if not managed:
-            result.unmanaged.extend(shards.values())
+            _fully_shard_experts(experts if wrapping is None else wrapping.module, mesh, fsdp_options)
+        else:
+            result.unmanaged.extend(pair.new for pair in replaced)
+        result.replaced.extend(replaced)
     return result
 
 

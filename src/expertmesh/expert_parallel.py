@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from expertmesh.adapters import AdapterParameter, ExpertAdapters
 from expertmesh.compute import build_expert_function
 from expertmesh.compute.normed import normed_experts
+from expertmesh.compute.projection import ProjectionTensors
 from expertmesh.compute.routed import ExpertFunction, ExpertTensors, routed_experts
 from expertmesh.config import ExpertParallelConfig
 from expertmesh.dispatch import TokenDispatcher, build_dispatcher
@@ -35,12 +38,14 @@ class ExpertParallelForward:
         dispatcher: TokenDispatcher,
         function: ExpertFunction,
         compute_dtype: torch.dtype | None,
+        adapters: ExpertAdapters | None,
     ) -> None:
         self.experts = experts
         self.spec = spec
         self.dispatcher = dispatcher
         self.function = function
         self.compute_dtype = compute_dtype
+        self.adapters = adapters
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if hidden_states.ndim != 2:
@@ -71,7 +76,28 @@ class ExpertParallelForward:
 
     def _local_tensors(self) -> ExpertTensors:
         # FSDP2 swaps the attribute between its sharded and its gathered form, so it is looked up at every call.
-        return ExpertTensors.of(*(getattr(self.experts, name).to_local() for name in self.spec.parameter_names))
+        local = {name: getattr(self.experts, name).to_local() for name in self.spec.parameter_names}
+        adapters = self.adapters.active() if self.adapters is not None else {}
+        return ExpertTensors(
+            *(
+                ProjectionTensors(local[name], local.get(f"{name}_bias"), adapters.get(name))
+                for name in (self.spec.up_name, "down_proj")
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A parameter of experts that was sharded: what it was, and where what it is now is to be found."""
+
+    old: nn.Parameter
+    owner: nn.Module
+    name: str
+
+    @property
+    def new(self) -> nn.Parameter:
+        """What the module has now: FSDP2 puts a Parameter of its own in place of the one it was given."""
+        return getattr(self.owner, self.name)
 
 
 def shard_by_expert(
@@ -80,27 +106,31 @@ def shard_by_expert(
     mesh: ExpertMesh,
     device: torch.device,
     trainable_dtype: torch.dtype | None = None,
-) -> dict[str, nn.Parameter]:
+    adapters: ExpertAdapters | None = None,
+) -> list[Replaced]:
     """Replace each routed parameter `[num_experts, ...]` by a DTensor of the same shape, `Shard(0)` on the `ep` axis.
 
-    A rank keeps (and moves to `device`) its own experts only. Gradient requirements are kept; parameters that have one
-    are stored in `trainable_dtype` if it is given.
-
-    Returns:
-        The original Parameters by attribute name.
+    So are the parameters of adapters, with the experts outermost. A rank keeps (and moves to `device`) its own experts
+    only. Gradient requirements are kept; parameters that have one are stored in `trainable_dtype` if it is given.
     """
-    originals = {}
-    for name in spec.parameter_names:
-        old = getattr(experts, name)
-        local = old.detach().chunk(mesh.ep.size(), dim=0)[mesh.ep.get_local_rank()]
-        dtype = trainable_dtype if trainable_dtype is not None and old.requires_grad else old.dtype
-        local = local.to(device, dtype, copy=True).contiguous()
-        new = nn.Parameter(
-            DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False), requires_grad=old.requires_grad
-        )
-        setattr(experts, name, new)
-        originals[name] = old
-    return originals
+    own = [AdapterParameter(experts, name, lambda tensor: tensor) for name in spec.parameter_names]
+    return [
+        _shard(parameter, mesh, device, trainable_dtype)
+        for parameter in (*own, *(adapters.parameters if adapters is not None else ()))
+    ]
+
+
+def _shard(
+    parameter: AdapterParameter, mesh: ExpertMesh, device: torch.device, trainable_dtype: torch.dtype | None
+) -> Replaced:
+    old = getattr(parameter.owner, parameter.name)
+    local = parameter.by_expert(old.detach()).chunk(mesh.ep.size(), dim=0)[mesh.ep.get_local_rank()]
+    dtype = trainable_dtype if trainable_dtype is not None and old.requires_grad else old.dtype
+    local = local.to(device, dtype, copy=True).contiguous()
+    sharded = DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)
+    new = nn.Parameter(sharded, requires_grad=old.requires_grad)
+    setattr(parameter.owner, parameter.name, new)
+    return Replaced(old, parameter.owner, parameter.name)
 
 
 def install_forward(
@@ -110,8 +140,9 @@ def install_forward(
     config: ExpertParallelConfig,
     gradient_scale: float,
     compute_dtype: torch.dtype | None,
+    adapters: ExpertAdapters | None = None,
 ) -> None:
-    """Give the experts module its expert-parallel forward.
+    """Give the experts module, or the outermost wrapper around it, its expert-parallel forward.
 
     Args:
         experts: already sharded by `shard_by_expert`.
@@ -120,11 +151,13 @@ def install_forward(
         config: names the dispatcher and the compute.
         gradient_scale: factor on the experts' gradients that nobody else applies.
         compute_dtype: what tokens are sent and multiplied in; by default autocast's dtype, or their own.
+        adapters: what wraps it.
     """
     dispatcher = build_dispatcher(config.ep_dispatcher, mesh.ep, spec.num_experts)
     function = build_expert_function(config.ep_compute, experts, spec, gradient_scale)
-    forward: Callable[..., Tensor] = ExpertParallelForward(experts, spec, dispatcher, function, compute_dtype)
-    experts.forward = forward
+    forward: Callable[..., Tensor] = ExpertParallelForward(experts, spec, dispatcher, function, compute_dtype, adapters)
+    called = experts if adapters is None else adapters.module
+    called.forward = forward
 
 
 def is_expert_parallel(model: nn.Module) -> bool:

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from expertmesh_plugins.peft.experts import adapted_experts, b_as_stored
 from models import batches, build
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -45,6 +47,7 @@ class Case:
     micro_batches: int = 1
     bf16: bool = False
     checkpointing: bool = False
+    lora: dict[str, object] | None = None
     fault: Callable[[nn.Module], None] | None = None
 
 
@@ -134,6 +137,43 @@ OTHER_FAMILIES = (
 VARIANTS = ("gpt_oss", "nemotron_h")
 
 
+EXPERTS = ("gate_up_proj", "down_proj")
+LORA = {"r": 4, "lora_alpha": 12, "init_lora_weights": False, "target_modules": []}
+
+
+def lora_cases(world_size: int) -> dict[str, Case]:
+    """Adapters on experts, on what surrounds them, and on both, over every mesh."""
+    both = {"target_parameters": [f"experts.{name}" for name in EXPERTS]}
+    everything = {**both, "target_modules": ["q_proj", "v_proj", "gate"]}
+    cases = {
+        name: Case(ep=mesh.ep, replicas=mesh.replicas, lora=everything) for name, mesh in mesh_cases(world_size).items()
+    }
+    if world_size == 4:
+        return cases | {"empty-rank": Case(ep=4, lora=everything, routing=first_rank_only)}
+    kinds = {
+        "attention": {"target_modules": ["q_proj", "o_proj"]},
+        "up": {"target_parameters": ["experts.gate_up_proj"]},
+        "down": {"target_parameters": ["experts.down_proj"]},
+        "rank-1": {**both, "r": 1, "lora_alpha": 3},
+        "rank-stabilised": {**both, "use_rslora": True},
+        "patterns": {**both, "rank_pattern": {".*down_proj": 2}, "alpha_pattern": {".*gate_up_proj": 5}},
+        "norm-saved": {**both, "modules_to_save": ["lm_head"]},
+        "dora": {"target_modules": ["q_proj"], "use_dora": True},
+    }
+    cases |= {name: Case(ep=2, lora=kind) for name, kind in kinds.items()}
+    cases["grouped-mm"] = Case(ep=2, lora={**both, "r": 3}, compute="grouped_mm")
+    cases["accumulation"] = Case(ep=2, lora=everything, micro_batches=2)
+    cases["checkpointing"] = Case(ep=2, lora=everything, checkpointing=True)
+    cases["one-expert"] = Case(ep=2, lora=both, routing=one_expert)
+    cases |= {f"family-{family}": Case(ep=2, family=family, lora=both) for family in LORA_FAMILIES}
+    ungated = {"target_parameters": ["experts.up_proj", "experts.down_proj"]}
+    cases["family-nemotron_h"] = Case(ep=2, family="nemotron_h", lora=ungated)
+    return cases
+
+
+LORA_FAMILIES = ("gpt_oss", "deepseek_v3", "mixtral", "granitemoe")
+
+
 def run(case: Case) -> dict[str, float | str]:
     """Train both ways and compare."""
     reference = _prepared(case)
@@ -169,7 +209,7 @@ def run(case: Case) -> dict[str, float | str]:
             if not parameter.requires_grad:
                 assert named[name].grad is None, f"{name} is frozen and has a gradient"
                 continue
-            gradient = _whole(named[name].grad)
+            gradient = _like(_whole(named[name].grad), parameter)
             worst["gradient"] = max(worst["gradient"], _error(gradient, parameter.grad, ROUNDING * largest))
             squares[0] += parameter.grad.double().square().sum().item()
             squares[1] += gradient.double().square().sum().item()
@@ -178,7 +218,7 @@ def run(case: Case) -> dict[str, float | str]:
             optimizer.step()
             optimizer.zero_grad()
     for name, parameter in reference.named_parameters():
-        worst["parameter"] = max(worst["parameter"], _error(_whole(named[name]), parameter))
+        worst["parameter"] = max(worst["parameter"], _error(_like(_whole(named[name]), parameter), parameter))
     return worst
 
 
@@ -193,6 +233,9 @@ def _bf16_error(reference: nn.Module, tokens: Tensor) -> float:
 
 def _prepared(case: Case) -> nn.Module:
     model = build(case.family, **case.model)
+    if case.lora is not None:
+        torch.manual_seed(1)
+        return get_peft_model(model, LoraConfig(**{**LORA, **case.lora}))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not case.freeze(name))
     return model
@@ -205,8 +248,10 @@ def _route(model: nn.Module, routing: Routing | None) -> None:
     def reroute(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return args[0], routing(args[1]), args[2]
 
-    for experts in find_experts(model).values():
-        experts.register_forward_pre_hook(reroute)
+    adapted = adapted_experts(model)
+    for name, experts in find_experts(model).items():
+        called = adapted[name].module if name in adapted else experts
+        called.register_forward_pre_hook(reroute)
 
 
 def _backward(model: nn.Module, parts: list[Tensor]) -> Tensor:
@@ -229,6 +274,11 @@ def _whole(value: Tensor) -> Tensor:
     return value.detach().full_tensor()
 
 
+def _like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor in the layout of one process: `lora_B` of experts is kept with the experts outermost."""
+    return b_as_stored(whole) if whole.ndim > parameter.ndim else whole
+
+
 def _error(actual: Tensor, expected: Tensor, floor: float = 1e-30) -> float:
     return (actual - expected).abs().max().item() / max(expected.abs().max().item(), floor)
 
@@ -237,7 +287,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = {}
-    for name, case in all_cases(dist.get_world_size()).items():
+    cases = lora_cases if sys.argv[1:] == ["lora"] else all_cases
+    for name, case in cases(dist.get_world_size()).items():
         results[name] = run(case)
     if dist.get_rank() == 0:
         print(json.dumps(results))
