@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from expertmesh.checkpoint.deferred import DeferredWeights, take_placeholders
+from expertmesh.composition import ShardedExperts, apply_expert_parallel
 from expertmesh.config import ExpertParallelConfig
 from expertmesh.errors import ConfigError, ModelError
 from expertmesh.expert_parallel import is_expert_parallel
 from expertmesh.experts import is_experts
 from expertmesh.mesh import ExpertMesh, build_expert_mesh
-from expertmesh.composition import ShardedExperts, apply_expert_parallel
 
 
 @dataclass
