@@ -45,7 +45,7 @@ def test_what_cannot_be_written_is_said_in_one_line(tmp_path):
 
 
 def test_ranks_fail_together_and_a_background_group_publishes(tmp_path):
-    first, *others = (json.loads(rank.stdout) for rank in run_ranks(PROGRAM, 3, "ranks", tmp_path))
+    first, *others = (json.loads(rank.stdout.splitlines()[-1]) for rank in run_ranks(PROGRAM, 3, "ranks", tmp_path))
     assert all(other == first for other in others)
     assert "No space left on device" in first["one"] and first["one"].endswith("[rank 1 of 3]")
     assert "KeyError: 'name'" in first["bug"]
