@@ -166,8 +166,7 @@ class ExpertMesh(Arm):
     fsync = "everything"
 
     def __init__(self, saved: Path) -> None:
-        from expertmesh.config import ExpertParallelConfig
-        from expertmesh.parallelize import parallelize
+        from expertmesh import ExpertParallelConfig, parallelize
 
         super().__init__(saved)
         parallelize(self.model, ExpertParallelConfig(ep_size=dist.get_world_size()), device="cpu")

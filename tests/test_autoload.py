@@ -99,7 +99,7 @@ def test_a_worker_is_recognised_by_its_environment(process, monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_EP_SIZE", "2")
     before = sys.excepthook
     autoload.activate()
-    assert len(added_finders()) == 1
+    assert len(added_finders()) == 2
     assert sys.excepthook is not before
 
 
@@ -144,6 +144,29 @@ def test_the_callback_gets_the_executed_module_once(awaited):
     __import__(awaited)
     assert seen == [1]
     assert not added_finders()
+
+
+def test_a_module_whose_code_was_running_before_is_looked_after_at_the_next_import(awaited, monkeypatch, tmp_path):
+    (tmp_path / "awaited_module.py").write_text(
+        "import sys\n"
+        "from expertmesh_plugins.accelerate.autoload import AfterImport\n"
+        "sys.meta_path.insert(0, AfterImport(__name__, lambda module: module.seen.append(module.value)))\n"
+        "seen = []\n"
+        "value = 1\n"
+    )
+    module = __import__(awaited)
+    assert module.seen == []
+    for _ in range(2):
+        sys.modules.pop("this", None)
+        importlib.util.find_spec("this")
+        assert module.seen == [1]
+
+
+@pytest.mark.parametrize("first", ["from transformers import Trainer", "import accelerate"])
+def test_a_worker_loads_weights_our_way_whatever_imports_torch(first):
+    program = f"{first}\nfrom transformers import Qwen3MoeForCausalLM as M\nprint(M._load_pretrained_model.__module__)"
+    finished = run_command([sys.executable, "-c", program], env={"PARALLELISM_CONFIG_EP_SIZE": "1"})
+    assert finished.stdout.strip() == autoload.__name__, finished.output
 
 
 def test_a_failing_callback_is_reported_and_the_import_succeeds(awaited, capsys):

@@ -36,6 +36,10 @@ def test_help_names_every_command_and_imports_no_library():
         (("finetune", "recipe.yaml", "--config", "nowhere.yaml"), "no launch configuration 'nowhere.yaml'"),
         (("finetune", "nowhere.yaml"), "there is no recipe 'nowhere.yaml'"),
         (("doctor", "--fast"), "doctor takes no arguments"),
+        (("inspect",), "arguments are required: checkpoint"),
+        (("inspect", "nowhere"), "no folder 'nowhere'"),
+        (("export", "nowhere", "out"), "no folder 'nowhere'"),
+        (("export", "nowhere", "out", "--dtype", "int8"), "invalid choice: 'int8'"),
     ],
 )
 def test_refusals_are_one_line(arguments, expected):

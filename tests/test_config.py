@@ -40,6 +40,8 @@ def test_dp_shard_takes_the_ranks_that_are_left(sizes, world_size, dp_shard, efs
         (dict(tp_size=2), 8, "set tp_size to 1"),
         (dict(cp_size=2), 8, "set cp_size to 1"),
         (dict(ep_layers="fast"), 8, "choose among hf"),
+        (dict(ep_checkpoint_format="zip"), 8, "choose among hf, dcp"),
+        (dict(ep_async_save="yes"), 8, "ep_async_save must be true or false"),
     ],
 )
 def test_sizes_that_cannot_work_are_refused_with_the_remedy(sizes, world_size, message):
@@ -79,6 +81,16 @@ def test_deepspeeds_sequence_parallelism_is_refused():
 def test_a_size_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match="parallelism_config_ep_size must be an integer, but is 'all'"):
         ExpertParallelConfig.from_mapping({"ep_size": "all"})
+
+
+@pytest.mark.parametrize(("text", "value"), [("True", True), (True, True), ("no", False), ("0", False)])
+def test_a_switch_is_read_as_a_yaml_or_an_environment_spells_it(text, value):
+    assert ExpertParallelConfig.from_mapping({"parallelism_config_ep_async_save": text}).ep_async_save is value
+
+
+def test_a_switch_that_is_neither_is_refused():
+    with pytest.raises(ConfigError, match="parallelism_config_ep_async_save must be true or false, but is 'maybe'"):
+        ExpertParallelConfig.from_mapping({"ep_async_save": "maybe"})
 
 
 @pytest.mark.parametrize("name", ["deepep", "hybridep", "carrier_pigeon"])

@@ -65,6 +65,10 @@ def test_scientific_notation_without_a_dot_is_a_number_in_the_file_too(recipe_fi
         (("--epochs", "0"), "epochs must be more than 0"),
         (("--eval_fraction", "1.0"), "eval_fraction must be at least 0 and less than 1"),
         (("--eval_fraction", "0", "--eval_steps", "5"), "eval_steps needs held-out documents"),
+        (("--save_steps", "0"), "save_steps must be at least 1"),
+        (("--save_total_limit", "2"), "set save_steps"),
+        (("--save_async", "true"), "set save_steps"),
+        (("--resume", "nowhere"), "there is no checkpoint 'nowhere'"),
         (("--dtype", "int8"), "choose among float32, bfloat16"),
         (("--lr_schedule", "cosin"), "choose among linear, cosine"),
         (("--model", "somewhere"), "exactly one of `model`"),
@@ -104,6 +108,18 @@ def test_only_a_model_is_ever_overwritten(recipe_file, tmp_path):
     assert "holds something else than a model" in refusal(recipe_file, "--overwrite", "true")
     (output / "config.json").write_text("{}")
     assert read_recipe([recipe_file, "--overwrite", "true"]).overwrite
+
+
+def test_earlier_checkpoints_are_gone_on_from_or_given_up_explicitly(recipe_file, tmp_path):
+    checkpoint = tmp_path / "out" / "checkpoint-5"
+    checkpoint.mkdir(parents=True)
+    assert "holds checkpoints: set `resume: auto`" in refusal(recipe_file)
+    for go_on in ("auto", str(checkpoint)):
+        assert read_recipe([recipe_file, "--resume", go_on]).resume == go_on
+    assert read_recipe([recipe_file, "--overwrite", "true"]).resume == "none"
+    (tmp_path / "out" / "config.json").write_text("{}")
+    assert "is not empty" in refusal(recipe_file, "--resume", "auto")
+    assert read_recipe([recipe_file, "--resume", "auto", "--overwrite", "true"]).resume == "auto"
 
 
 def test_help_and_the_guide_list_every_key():

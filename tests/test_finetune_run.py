@@ -69,6 +69,40 @@ def test_it_learns_and_leaves_a_stock_model(recipe_file):
     assert (output / "generation_config.json").is_file() and (output / "tokenizer.json").is_file()
 
 
+def test_checkpoints_are_kept_beside_the_model_and_gone_on_from(recipe_file):
+    output = recipe_file.parent / "models" / "out"
+    steps = ("--max_steps", "6", "--logging_steps", "1", "--save_steps", "2", "--save_total_limit", "2")
+    first = finetune(recipe_file, *steps, "--resume", "auto")
+    assert first.returncode == 0, first.output
+    assert f"no complete checkpoint in {output}: starting anew" in first.stdout
+    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
+
+    # As a kill at step 5, in the middle of a save, would leave it.
+    for path in [path for path in output.iterdir() if path.is_file()]:
+        path.unlink()
+    (output / "checkpoint-6").rename(output / "checkpoint-6.partial")
+    refused = finetune(recipe_file, *steps)
+    assert refused.returncode == CONFIG_EXIT_CODE and "set `resume: auto`" in refused.stderr
+    (output / "checkpoint-5").mkdir()
+    again = finetune(recipe_file, *steps, "--resume", "auto", "--save_async", "true")
+    assert again.returncode == 0, again.output
+    assert f"resuming from {output}/checkpoint-4" in again.stdout
+    assert f"{output}/checkpoint-5 is incomplete and ignored" in again.stdout
+    assert again.output.count("checkpoint-6.partial") == 1
+    assert reports(again) == reports(first)[4:] and len(reports(again)) == 2
+    assert (
+        re.search("^held-out perplexity: .*", again.stdout, re.M)[0]
+        == re.search("^held-out perplexity: .*", first.stdout, re.M)[0]
+    )
+    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
+    assert (output / "config.json").is_file() and (output / "tokenizer.json").is_file()
+
+
+def reports(finished: Finished) -> list[str]:
+    """Step and loss of each report."""
+    return re.findall(r"^step \d+/\d+: loss [\d.]+", finished.stdout, re.M)
+
+
 def test_chats_without_packing_replace_an_older_model(recipe_file):
     chats = recipe_file.parent / "chats.jsonl"
     turns = [{"role": "user", "content": "Say yes."}, {"role": "assistant", "content": "Yes, of course."}]
@@ -81,7 +115,8 @@ def test_chats_without_packing_replace_an_older_model(recipe_file):
         recipe_file, "--data", str(chats), "--messages_column", "messages", "--packing", "false", "--overwrite", "true"
     )  # fmt: skip
     assert finished.returncode == 0, finished.output
-    assert not (output / "old.txt").exists()
+    # What is no part of a model is somebody's.
+    assert (output / "old.txt").read_text() == "older" and (output / "model.safetensors.index.json").is_file()
     assert [path.name for path in output.parent.iterdir()] == ["out"]
     assert "user\nThe\nassistant\nYes," in finished.stdout
 

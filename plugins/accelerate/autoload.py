@@ -10,6 +10,9 @@ Monkey-patches made from here, checked on accelerate 1.15.0:
 - worker: `accelerate.parallelism_config.ParallelismConfig.__new__`. Constructing the class, by whichever name a script,
   Accelerate or Transformers imported it, gives an `ExpertMeshConfig`, which is a subclass. The class itself stays the
   one that everybody checks instances against; a script's own subclass of it stays what it is, without EP.
+- worker: what the adapter of Transformers changes in `transformers.modeling_utils`, see its `deferred_load`.
+
+What changes in Accelerate's and Transformers' checkpoints is patched when an accelerator gets an `ExpertMeshConfig`.
 
 Nothing but the standard library is imported before it is needed: every user of PyTorch pays for this file.
 """
@@ -43,6 +46,7 @@ def _activate() -> None:
 
         install_one_line_reports()
         sys.meta_path.insert(0, AfterImport("accelerate.parallelism_config", _construct_expert_mesh_configs))
+        sys.meta_path.insert(0, AfterImport("transformers.modeling_utils", _defer_loading))
 
 
 def _is_launcher() -> bool:
@@ -76,16 +80,43 @@ def _construct_expert_mesh_configs(parallelism_config: ModuleType) -> None:
     plain.__new__ = staticmethod(construct)
 
 
+def _defer_loading(modeling_utils: ModuleType) -> None:
+    """Let Transformers' adapter in when the first weights are about to be loaded, not while all is half imported."""
+    model_class = modeling_utils.PreTrainedModel
+    original = model_class._load_pretrained_model
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        model_class._load_pretrained_model = staticmethod(original)
+        _harmlessly(lambda: _install_deferred_load(modeling_utils))
+        return model_class._load_pretrained_model(*args, **kwargs)
+
+    model_class._load_pretrained_model = staticmethod(load)
+
+
+def _install_deferred_load(modeling_utils: ModuleType) -> None:
+    from importlib import import_module
+
+    from expertmesh.plugins import load_plugin
+
+    import_module(f"{load_plugin('transformers').__name__}.deferred_load").install(modeling_utils)
+
+
 class AfterImport(MetaPathFinder):
-    """Finds one module as usual, calls `callback(module)` right after its code ran, and is gone then."""
+    """Finds one module as usual, and calls `callback(module)` once its code has run; then it does nothing any more.
+
+    A module whose code is running already, because it is what imports PyTorch, is looked after at the next import.
+    """
 
     def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
         self._name = name
         self._callback = callback
         self._searching = False
+        self._waiting = name in sys.modules
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The other finders' answer, with a loader that calls back; `None` for every other module."""
+        if self._waiting:
+            self._look_after(sys.modules[self._name])
         if name != self._name or self._searching:
             return None
         self._searching = True
@@ -96,6 +127,12 @@ class AfterImport(MetaPathFinder):
         if spec is not None:
             self._wrap(spec.loader)
         return spec
+
+    def _look_after(self, module: ModuleType) -> None:
+        if not module.__spec__._initializing:
+            # It stays among the finders, which are being gone through at this moment.
+            self._waiting = False
+            _harmlessly(lambda: self._callback(module))
 
     def _wrap(self, loader: Any) -> None:
         execute = loader.exec_module

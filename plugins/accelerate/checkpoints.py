@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from expertmesh.checkpoint.agree import agreed
 from expertmesh.checkpoint.checkpoint import Checkpoint
 from expertmesh.checkpoint.load import load_model
+from expertmesh.checkpoint.manifest import MANIFEST, verify_files
 from expertmesh.checkpoint.optimizer import load_optimizer
 from expertmesh.errors import CheckpointError
 from expertmesh.plugins import load_plugin
@@ -76,16 +77,19 @@ def load_state(
     Takes what `Accelerator.load_state` takes, and the checkpoints that Accelerate's FSDP2 wrote too.
 
     Raises:
-        CheckpointError: it is not complete, does not fit, or holds an object that only unsafe unpickling could read.
+        CheckpointError: it is not complete or damaged, does not fit, or holds an object that only unsafe unpickling
+            could read.
     """
     folder = folder_to_read(accelerator, input_dir)
     if (folder / f"{FSDP_MODEL_NAME}.bin").is_file():
         # Accelerate's FULL_STATE_DICT: one file that only Accelerate knows how to spread.
         original(accelerator, str(folder), load_kwargs, **load_model_func_kwargs)
         return
+    if (folder / MANIFEST).is_file():
+        verify_files(folder)
     prepared = _prepared(accelerator)
     for part, model, _ in prepared:
-        _load_model(model, folder / part)
+        _load_model(model, folder, part)
     scaler = _load_scaler_first(accelerator, folder)
     for part, model, optimizer in prepared:
         if optimizer is not None:
@@ -121,12 +125,12 @@ def _add_model(checkpoint: Checkpoint, model: nn.Module, part: str) -> None:
         adapters.save_adapters(model, checkpoint.folder / part)
 
 
-def _load_model(model: nn.Module, folder: Path) -> None:
+def _load_model(model: nn.Module, folder: Path, part: str) -> None:
     adapters = _adapters_of(model)
-    if adapters is not None and adapters.holds_adapters(folder):
-        adapters.load_adapters(model, folder)
+    if adapters is not None and adapters.holds_adapters(folder / part):
+        adapters.load_adapters(model, folder / part)
     else:
-        load_model(model, folder)
+        load_model(model, folder, part)
 
 
 def _adapters_of(model: nn.Module) -> ModuleType | None:
@@ -138,6 +142,8 @@ def _adapters_of(model: nn.Module) -> ModuleType | None:
 
 def _save_the_rest(accelerator: Accelerator, folder: Path) -> None:
     on_each_node = accelerator.project_configuration.save_on_each_node
+    # Micro-batches since the last optimizer step, which a resume with other accumulation must count anew.
+    step = 0 if accelerator.sync_gradients else accelerator.step
     for hook in accelerator._save_model_state_pre_hook.values():
         hook(accelerator._models, [], str(folder))
     save_accelerator_state(
@@ -147,7 +153,7 @@ def _save_the_rest(accelerator: Accelerator, folder: Path) -> None:
         accelerator._schedulers,
         accelerator._dataloaders,
         accelerator.process_index,
-        accelerator.step,
+        step,
         accelerator.scaler,
         save_on_each_node=on_each_node,
     )

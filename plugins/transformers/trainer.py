@@ -34,6 +34,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from expertmesh.checkpoint.agree import agreed, world
 from expertmesh.checkpoint.checkpoint import Checkpoint, save_model, wait_for_checkpoints
 from expertmesh.checkpoint.load import load_model
+from expertmesh.checkpoint.manifest import MANIFEST, verify_files
 from expertmesh.checkpoint.optimizer import OptimizerStage, load_optimizer
 from expertmesh.checkpoint.publish import incomplete, resolve
 from expertmesh.errors import CheckpointError
@@ -182,6 +183,8 @@ def _train(
         folder = _newest(Path(trainer.args.output_dir)) if newest else resolve(Path(resume_from_checkpoint))
         if trainer.is_world_process_zero():
             _report_leftovers(folder.parent)
+        if (folder / MANIFEST).is_file():
+            verify_files(folder)
         resume_from_checkpoint = str(folder)
     return original(trainer, resume_from_checkpoint, *arguments, **options)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from expertmesh.errors import ConfigError, install_one_line_reports
 
@@ -17,11 +19,17 @@ usage: expertmesh COMMAND ...
 commands:
   finetune RECIPE.yaml [--config LAUNCH.yaml] [--key value ...]
           fine-tune; with --config on the ranks that `accelerate launch` starts for it
+  inspect CHECKPOINT [--verify]
+          what a checkpoint or model folder holds, and whether it is complete; --verify reads and checks every byte
+  export CHECKPOINT OUT [--dtype bf16|fp16|fp32] [--max-shard-size 5GB] [--config MODEL] [--overwrite]
+          write a checkpoint's model alone, as a Hugging Face folder or to a URL like s3://bucket/model
   doctor  what is installed, whether the launch hook is active, which dispatchers and computes work here
 
 examples:
   expertmesh finetune launch_configs/quickstart.yaml
   expertmesh finetune launch_configs/quickstart.yaml --config launch_configs/ep2_cpu.yaml --max_steps 50
+  expertmesh inspect outputs/run/checkpoint-500
+  expertmesh export outputs/run/checkpoint-500 outputs/model --dtype bf16
   expertmesh doctor
 
 `expertmesh finetune --help` lists the keys of a recipe."""
@@ -92,4 +100,63 @@ def doctor(arguments: Sequence[str]) -> int:
     return int(any(finding.broken for finding in found))
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"finetune": finetune, "doctor": doctor}
+def inspect(arguments: Sequence[str]) -> int:
+    """Print what a folder holds; the exit status is 1 if it is incomplete or damaged."""
+    parser = _parser("inspect", "What a checkpoint or model folder holds, and whether it is complete.")
+    parser.add_argument("checkpoint", type=Path, help="of expertmesh or Accelerate's FSDP2, or a Hugging Face model")
+    parser.add_argument("--verify", action="store_true", help="read every byte, and compare all checksums")
+    given = parser.parse_args(arguments)
+    from expertmesh.checkpoint.inspection import inspect, verify
+    from expertmesh.checkpoint.inspection_table import table
+
+    found = inspect(given.checkpoint)
+    verification = verify(found) if given.verify else None
+    print(table(found, verification))
+    return int(bool(found.problems or (verification and verification.problems)))
+
+
+def export(arguments: Sequence[str]) -> int:
+    """Write a checkpoint's model as a Hugging Face folder."""
+    parser = _parser("export", "Write a checkpoint's model alone, as a Hugging Face folder.")
+    parser.add_argument("checkpoint", type=Path, help="of expertmesh or Accelerate's FSDP2, or a Hugging Face model")
+    parser.add_argument("output", help="a folder, or a URL that fsspec knows, like s3://bucket/model")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="default: as it is stored")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a weight file; default: 5GB")
+    parser.add_argument("--config", metavar="MODEL", help="folder or hub name, if the checkpoint has no config.json")
+    parser.add_argument("--overwrite", action="store_true", help="replace the model that the output holds")
+    given = parser.parse_args(arguments)
+    from expertmesh.checkpoint.export import DTYPES, export
+    from expertmesh.checkpoint.object_store import FALLBACK, is_url
+    from expertmesh.checkpoint.sizes import parse_size
+
+    if is_url(given.output):
+        print(f"{given.output}: {FALLBACK}.")
+    export(
+        given.checkpoint,
+        given.output,
+        dtype=DTYPES.get(given.dtype),
+        config=given.config,
+        max_shard_size=parse_size(given.max_shard_size),
+        overwrite=given.overwrite,
+    )
+    print(f"saved to {given.output}")
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one line, as everything here does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}: see `{self.prog} --help`.")
+
+
+def _parser(command: str, description: str) -> _Parser:
+    return _Parser(prog=f"expertmesh {command}", description=description, allow_abbrev=False)
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "finetune": finetune,
+    "inspect": inspect,
+    "export": export,
+    "doctor": doctor,
+}

@@ -1,8 +1,8 @@
 """A bare Accelerate loop that saves, goes on, and resumes from checkpoints that other launches of it saved.
 
-Arguments: how many micro-batches make a step, where to save (`-` for nowhere), and what to resume from. Prints a JSON line
-for the uninterrupted run and for each resumed one: the losses of its last three steps, and a digest of the parameters and
-of Adam's state where they begin.
+Arguments: how many micro-batches make a step, where to save (`-` for nowhere), and what to resume from. Prints a JSON
+line for the uninterrupted run and for each resumed one: the losses of its last three steps, and a digest of the
+parameters and of Adam's state where they begin.
 """
 
 import hashlib

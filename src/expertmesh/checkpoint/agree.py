@@ -105,7 +105,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename}: " if error.filename else ""
         return f"{place}{error.strerror}. {_REMEDIES.get(error.errno, '')}".rstrip()
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _one_line(reasons: dict[str, set[int]], size: int) -> str:

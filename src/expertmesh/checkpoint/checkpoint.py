@@ -22,6 +22,7 @@ from expertmesh.checkpoint import dcp
 from expertmesh.checkpoint.agree import agreed, world
 from expertmesh.checkpoint.description import write_description
 from expertmesh.checkpoint.manifest import Manifest, describe_files
+from expertmesh.checkpoint.object_store import is_url, write_model_to_url
 from expertmesh.checkpoint.optimizer import ACCELERATE_FOLDER, OPTIMIZER_FOLDER, OptimizerStage
 from expertmesh.checkpoint.publish import Publication
 from expertmesh.checkpoint.writer import MAX_SHARD_SIZE, Weights, write_weights
@@ -173,11 +174,14 @@ class Checkpoint:
 def save_model(model: nn.Module, folder: Path | str, *, max_shard_size: int = MAX_SHARD_SIZE) -> None:
     """Write a model as an ordinary Hugging Face folder, straight from its shards. Collective.
 
-    Other files that the folder has stay there.
+    Other files that the folder has stay there. It may be a URL that fsspec knows, see `object_store`.
 
     Raises:
         CheckpointError: on every rank; the folder is as it was.
     """
+    if is_url(folder):
+        write_model_to_url(model, str(folder), max_shard_size=max_shard_size)
+        return
     with Checkpoint(folder, max_shard_size=max_shard_size) as checkpoint:
         checkpoint.add_model(model)
         checkpoint.commit()

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
@@ -122,7 +123,12 @@ def trace_save(model: nn.Module) -> dict[str, TracedTensor]:
 def revert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The model's tensors under their stored names and in their stored layout."""
     model = unwrapped(model)
-    return revert_weight_conversion(model, tensors) if isinstance(model, PreTrainedModel) else tensors
+    if not isinstance(model, PreTrainedModel):
+        return tensors
+    if isinstance(model, FSDPModule) and not hasattr(model, "_weight_conversions"):
+        # To Transformers a class that FSDP2 made is somebody else's code, to which its conversions do not apply.
+        model = _skeleton(model)
+    return revert_weight_conversion(model, tensors)
 
 
 def _trace_by_name(model: nn.Module, stored: Mapping[str, StoredTensor]) -> LoadPlan:

@@ -181,14 +181,15 @@ def _checksums(folder: Path, sizes: Mapping[str, int], group: ProcessGroup | Non
             mine.append(name)
     checksums: dict[str, str] = {}
     with agreed(f"read the files of {folder}", group):
-        checksums = {name: _crc32(Path(folder, name)) for name in mine}
+        checksums = {name: file_checksum(Path(folder, name)) for name in mine}
     merged: dict[str, Any] = {}
     for share in gather(checksums, group):
         merged.update(share)
     return merged
 
 
-def _crc32(path: Path) -> str:
+def file_checksum(path: Path) -> str:
+    """The CRC-32 of a file's bytes, as 8 hexadecimal digits."""
     crc = 0
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_BLOCK):

@@ -67,9 +67,9 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, group: 
     """
     path = optimizer_folder(folder)
     reshard(model)
+    names = _names(model, optimizer)
     _initialize(model, optimizer)
     with agreed(f"load the optimizer state from {path}", group):
-        names = _names(model, optimizer)
         stored = _StoredOptimizer.read(path)
         groups = stored.match_groups(optimizer.state_dict()["param_groups"], names)
         wanted = stored.destinations(_parameters(optimizer), names, optimizer.state_dict()["state"])

@@ -70,7 +70,7 @@ def put_in_place(new: Path, final: Path) -> None:
     """
     if not os.path.lexists(final):
         new.rename(final)
-        flush_folder(final.parent)
+        _flush(final.parent)
     elif Path.cwd().is_relative_to(final):
         # The working directory of this and other processes would be gone.
         _merge(new, final)
@@ -79,9 +79,9 @@ def put_in_place(new: Path, final: Path) -> None:
         # Not every file system has links: what cannot be linked is moved after the swap.
         with suppress(OSError):
             _keep_foreign(final, new, _link)
-        flush_tree(new)
+        _flush_folders(new)
         _swap(new, final)
-        flush_folder(final.parent)
+        _flush(final.parent)
         finish(final)
 
 
@@ -94,23 +94,21 @@ def finish(final: Path) -> None:
         aside.rename(final)
     else:
         _keep_foreign(aside, final, os.rename)
-        shutil.rmtree(aside, ignore_errors=True)
-    flush_folder(final.parent)
+        _discard(aside)
+    _flush(final.parent)
 
 
 def flush_tree(folder: Path) -> None:
     """Make every file and folder below (and including) `folder` durable."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            path = Path(parent, name)
-            if path.is_file() and not path.is_symlink():
-                _flush(path)
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            _flush(path)
+    _flush_folders(folder)
+
+
+def _flush_folders(folder: Path) -> None:
+    for parent, _, _ in os.walk(folder):
         _flush(Path(parent))
-
-
-def flush_folder(folder: Path) -> None:
-    """Make the entries of a folder (not their content) durable."""
-    _flush(folder)
 
 
 def _flush(path: Path) -> None:
@@ -154,18 +152,28 @@ def _merge(new: Path, final: Path) -> None:
     last = [path for path in sorted(new.glob("*.index.json"))] + [path for path in (new / MANIFEST,) if path.exists()]
     for path in (final / MANIFEST, *final.glob("*.index.json")):
         path.unlink(missing_ok=True)
-    flush_folder(final)
+    _flush(final)
     for path in list(final.iterdir()):
         if path.name not in foreign:
             _remove(path)
     shutil.copymode(final, new)
     hold_back = shutil.ignore_patterns(*(path.name for path in last))
     shutil.copytree(new, final, symlinks=True, ignore=hold_back, copy_function=os.replace, dirs_exist_ok=True)
-    flush_tree(final)
+    _flush_folders(final)
     for path in last:
         path.rename(final / path.name)
-    flush_folder(final)
+    _flush(final)
     shutil.rmtree(new)
+
+
+def _discard(folder: Path) -> None:
+    """Remove a checkpoint that has been replaced; what resists, because it is in use, is left to the next attempt."""
+    # The manifest goes last: without it the next attempt would take the rest for somebody else's.
+    for path in folder.iterdir():
+        if path.name != MANIFEST:
+            with suppress(OSError):
+                _remove(path)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:

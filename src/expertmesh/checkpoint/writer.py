@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -109,7 +110,7 @@ def write_parts(weights: Weights, files: Sequence[PlannedFile], folder: Path) ->
             return [
                 run
                 for stored, piece in parts.get(name, ())
-                for run in _write_piece(output, placed[stored], piece, shard)
+                for run in write_piece(output, placed[stored], piece, shard)
             ]
 
         runs = [run for written in threads.map(write, weights.shards) for run in written]
@@ -119,7 +120,15 @@ def write_parts(weights: Weights, files: Sequence[PlannedFile], folder: Path) ->
     return runs
 
 
-def _write_piece(output: OutputFiles, stored: StoredTensor, piece: Piece, shard: LocalShard) -> Iterator[RunChecksum]:
+class Output(Protocol):
+    """Where a stored tensor's bytes go."""
+
+    def write(self, stored: StoredTensor, start: int, run: memoryview) -> None:
+        """Take the bytes of a tensor from its byte `start` on."""
+
+
+def write_piece(output: Output, stored: StoredTensor, piece: Piece, shard: LocalShard) -> Iterator[RunChecksum]:
+    """Write what a shard has of one piece of a stored tensor, run by run."""
     part = piece.cut_in_source(shard.box)
     if part is None:
         return
@@ -132,7 +141,7 @@ def _write_piece(output: OutputFiles, stored: StoredTensor, piece: Piece, shard:
             position += count * itemsize
 
 
-def _write_run(output: OutputFiles, stored: StoredTensor, start: int, run: memoryview) -> RunChecksum:
+def _write_run(output: Output, stored: StoredTensor, start: int, run: memoryview) -> RunChecksum:
     output.write(stored, start, run)
     return RunChecksum(stored.name, start, len(run), zlib.crc32(run))
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from expertmesh.checkpoint.agree import agreed, world
+from expertmesh.checkpoint.checkpoint import Checkpoint
 from expertmesh.errors import ModelError
 from expertmesh.finetune.recipe import Recipe
 
@@ -21,36 +20,20 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTE
 _ENGINE_VARIABLES = ("ACCELERATE_", "PARALLELISM_CONFIG_", "FSDP_", "EXPERTMESH_")
 
 
-@contextmanager
-def removed_if_unfinished(folder: Path) -> Iterator[None]:
-    """Start without `folder` and leave without it, whatever happens in between."""
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        yield
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def save_finished(recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write weights, configuration, generation settings and tokenizer, and put them into place in one step. Collective.
 
+    Every rank writes its own shards. What else `output_dir` holds stays, checkpoints among it.
 
-def save_model(
-    recipe: Recipe, model: PreTrainedModel, state_dict: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Write weights, configuration, generation settings and tokenizer, then move them into place in one step.
-
-    Args:
-        recipe: says where.
-        model: unwrapped; only its configuration and its names are used.
-        state_dict: the full weights, gathered to this process.
-        tokenizer: saved beside the model.
+    Raises:
+        CheckpointError: it could not be written; on every rank.
     """
-    partial, output = recipe.partial_path, recipe.output_path
-    partial.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(partial, state_dict=state_dict)
-    tokenizer.save_pretrained(partial)
-    replaced = output.with_name(f".{output.name}.replaced")
-    with removed_if_unfinished(replaced):
-        if output.exists():
-            output.rename(replaced)
-        partial.rename(output)
+    with Checkpoint(recipe.output_path) as finished:
+        with agreed(f"write the tokenizer to {finished.folder}"):
+            if world()[0] == 0:
+                tokenizer.save_pretrained(finished.folder)
+        finished.add_model(model)
+        finished.commit()
 
 
 def check_in_stock_process(recipe: Recipe) -> str:

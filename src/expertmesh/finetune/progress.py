@@ -18,13 +18,9 @@ class FinetuneProgress(TrainerCallback):
 
     Adds `tokens_per_second` and `expert_imbalance` to the logs, so that they reach the log history and trackers.
     Where there is no terminal, a line is printed at each report instead of a bar.
-
-    Attributes:
-        held_out: the held-out perplexity by the number of steps after which it was measured.
     """
 
     def __init__(self) -> None:
-        self.held_out: dict[int, float] = {}
         self._bar: tqdm | None = None
         self._load: ExpertLoad | None = None
         self._tokens, self._since = 0, time.perf_counter()
@@ -35,7 +31,14 @@ class FinetuneProgress(TrainerCallback):
         self._load = ExpertLoad(model)
         # `disable=None` is tqdm's "only on a terminal".
         quiet = None if state.is_world_process_zero else True
-        self._bar = tqdm(total=state.max_steps, desc="training", unit="step", dynamic_ncols=True, disable=quiet)
+        self._bar = tqdm(
+            desc="training",
+            unit="step",
+            initial=state.global_step,
+            total=state.max_steps,
+            dynamic_ncols=True,
+            disable=quiet,
+        )
         self._restart(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -69,10 +72,13 @@ class FinetuneProgress(TrainerCallback):
         **_: Any,
     ) -> None:
         perplexity = metrics["eval_perplexity"]
-        self.held_out[state.global_step] = perplexity
         if state.is_world_process_zero:
             tqdm.write(f"held-out perplexity after step {state.global_step}: {perplexity:.2f}")
         # The time it took is no training time.
+        self._restart(state)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        # Nor is this.
         self._restart(state)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -86,6 +92,11 @@ class FinetuneProgress(TrainerCallback):
 
     def _restart(self, state: TrainerState) -> None:
         self._tokens, self._since = state.num_input_tokens_seen, time.perf_counter()
+
+
+def held_out_perplexities(state: TrainerState) -> dict[int, float]:
+    """The held-out perplexity by the number of steps after which it was measured, also before a resume."""
+    return {entry["step"]: entry["eval_perplexity"] for entry in state.log_history if "eval_perplexity" in entry}
 
 
 def _summary(logs: dict[str, float]) -> str:

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 from expertmesh.errors import ConfigError
 
 PYTHON_DOCS = "python-docs"
+AUTO, NONE = "auto", "none"
+CHECKPOINT = "checkpoint-"
 FILE_BUILDERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _CHOICES = {
     "lr_schedule": ("linear", "cosine", "constant", "constant_with_warmup"),
@@ -22,6 +24,8 @@ _AT_LEAST_ONE = (
     "max_steps",
     "logging_steps",
     "eval_steps",
+    "save_steps",
+    "save_total_limit",
     "sample_tokens",
 )
 _NOT_NEGATIVE = ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed")
@@ -59,7 +63,11 @@ class Recipe:
     activation_checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False
 
     output_dir: Annotated[str | None, "folder for the finished model, in Hugging Face format"] = None
-    overwrite: Annotated[bool, "replace the model that output_dir holds"] = False
+    overwrite: Annotated[bool, "replace the model and the checkpoints that output_dir holds"] = False
+    save_steps: Annotated[int | None, "steps between two checkpoints; default: no checkpoints"] = None
+    save_total_limit: Annotated[int | None, "most checkpoints to keep, the newest; default: all"] = None
+    save_async: Annotated[bool, "write checkpoints in the background while training goes on"] = False
+    resume: Annotated[str, "auto (newest complete checkpoint in output_dir, if any), none, or a checkpoint"] = "none"
     logging_steps: Annotated[int, "steps between two reports"] = 10
     eval_steps: Annotated[int | None, "steps between two evaluations; default: only before and after training"] = None
     sample_prompt: Annotated[str, "what the finished model is asked to continue (or, for chats, to answer)"] = "The"
@@ -70,11 +78,6 @@ class Recipe:
         """Where the finished model goes. Only for a recipe that `validate` accepted."""
         return Path(str(self.output_dir))
 
-    @property
-    def partial_path(self) -> Path:
-        """Where the model is written before it is complete: beside `output_path`, so that a rename can finish it."""
-        return self.output_path.with_name(f".{self.output_path.name}.partial")
-
     def validate(self) -> None:
         """Refuse what can be seen to fail without loading anything.
 
@@ -83,6 +86,7 @@ class Recipe:
         """
         self._check_values()
         self._check_sources()
+        self._check_checkpoints()
         self._check_output()
 
     def _check_values(self) -> None:
@@ -123,20 +127,35 @@ class Recipe:
             if looks_like_a_file and not Path(value).is_file():
                 raise ConfigError(f"{name}: there is no file {value!r}: correct the path.")
 
+    def _check_checkpoints(self) -> None:
+        for name in ("save_total_limit", "save_async"):
+            if getattr(self, name) and self.save_steps is None:
+                raise ConfigError(f"{name} is about checkpoints, but none are written: set save_steps.")
+        if self.resume not in (AUTO, NONE) and not Path(self.resume).is_dir():
+            raise ConfigError(f"resume: there is no checkpoint {self.resume!r}: correct the path, or use `auto`.")
+
     def _check_output(self) -> None:
         if self.output_dir is None:
             raise ConfigError("`output_dir` is missing: name the folder for the finished model.")
         output = self.output_path
         if output.exists() and not output.is_dir():
             raise ConfigError(f"output_dir {self.output_dir!r} is a file: name a folder.")
-        if not output.is_dir() or not any(output.iterdir()):
+        entries = [path.name for path in output.iterdir()] if output.is_dir() else []
+        others = [name for name in entries if not name.startswith(CHECKPOINT)]
+        holds_model = "config.json" in others
+        if not entries or (self.resume != NONE and not holds_model):
             return
+        if not others and not self.overwrite:
+            raise ConfigError(
+                f"output_dir {self.output_dir!r} holds checkpoints: set `resume: auto` to go on from the newest, or "
+                f"`overwrite: true` to start without them."
+            )
         if not self.overwrite:
             raise ConfigError(f"output_dir {self.output_dir!r} is not empty: name another, or set `overwrite: true`.")
-        if not (output / "config.json").is_file():
+        if others and not holds_model:
             raise ConfigError(
                 f"output_dir {self.output_dir!r} holds something else than a model (it has no config.json), "
-                f"so `overwrite: true` will not delete it: name another folder."
+                f"so `overwrite: true` will not touch it: name another folder."
             )
 
 

@@ -5,21 +5,29 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import nullcontext
-from typing import Any
 
 import datasets
 import torch
 import transformers
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerState,
+    TrainingArguments,
+)
 
+from expertmesh.errors import ConfigError
 from expertmesh.finetune.data import build_rows, can_mask_chats, collator, count_cut_documents
 from expertmesh.finetune.documents import load_documents
-from expertmesh.finetune.export import check_in_stock_process, removed_if_unfinished, save_model
+from expertmesh.finetune.export import check_in_stock_process, save_finished
 from expertmesh.finetune.model import build_config, build_model
 from expertmesh.finetune.perplexity import IGNORED_OUTPUTS, likelihood_per_sequence, perplexity
-from expertmesh.finetune.progress import FinetuneProgress
-from expertmesh.finetune.recipe import Recipe
+from expertmesh.finetune.progress import FinetuneProgress, held_out_perplexities
+from expertmesh.finetune.recipe import NONE, Recipe
+from expertmesh.finetune.resume import checkpoint_to_resume, discard_checkpoints, parallelism_of, removed_if_empty
 from expertmesh.finetune.tokenizer import build_tokenizer
 
 
@@ -34,16 +42,19 @@ def finetune(recipe: Recipe) -> None:
     arguments = training_arguments(recipe)
     is_main = arguments.process_index == 0
     quieten(is_main)
-    with removed_if_unfinished(recipe.partial_path) if is_main else nullcontext():
-        trainer, progress = build_trainer(recipe, arguments)
-        trainer.train()
-        if recipe.eval_fraction and trainer.state.global_step not in progress.held_out:
+    with removed_if_empty(recipe.output_path) if is_main else nullcontext():
+        checkpoint = checkpoint_to_resume(recipe)
+        # Where a resumed run began, it has measured already.
+        arguments.eval_on_start = recipe.eval_fraction > 0 and checkpoint is None
+        trainer = build_trainer(recipe, arguments)
+        if is_main and recipe.resume == NONE:
+            discard_checkpoints(recipe.output_path)
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        if recipe.eval_fraction and trainer.state.global_step not in held_out_perplexities(trainer.state):
             trainer.evaluate(ignore_keys=IGNORED_OUTPUTS)
-        model, state_dict = gather(trainer)
-        if is_main:
-            save_model(recipe, model, state_dict, trainer.processing_class)
+        save(recipe, trainer)
     if is_main:
-        report(recipe, progress, check_in_stock_process(recipe), time.monotonic() - started)
+        report(recipe, trainer.state, check_in_stock_process(recipe), time.monotonic() - started)
 
 
 def quieten(is_main: bool) -> None:
@@ -57,7 +68,7 @@ def quieten(is_main: bool) -> None:
 def training_arguments(recipe: Recipe) -> TrainingArguments:
     """The recipe in Trainer's words. Starts the process group, if a launcher asks for one."""
     return TrainingArguments(
-        output_dir=str(recipe.partial_path),
+        output_dir=str(recipe.output_path),
         per_device_train_batch_size=recipe.per_device_batch_size,
         per_device_eval_batch_size=recipe.per_device_batch_size,
         gradient_accumulation_steps=recipe.gradient_accumulation_steps,
@@ -75,8 +86,10 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         logging_steps=recipe.logging_steps,
         eval_strategy="steps" if recipe.eval_steps else "no",
         eval_steps=recipe.eval_steps,
-        eval_on_start=recipe.eval_fraction > 0,
-        save_strategy="no",
+        save_strategy="steps" if recipe.save_steps else "no",
+        save_steps=recipe.save_steps or 0,
+        save_total_limit=recipe.save_total_limit,
+        parallelism_config=parallelism_of(recipe),
         dataloader_pin_memory=torch.accelerator.is_available(),
         report_to="none",
         disable_tqdm=True,
@@ -85,18 +98,18 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     )
 
 
-def build_trainer(recipe: Recipe, arguments: TrainingArguments) -> tuple[Trainer, FinetuneProgress]:
+def build_trainer(recipe: Recipe, arguments: TrainingArguments) -> Trainer:
     """Everything that can be refused comes first, the weights last.
 
     Raises:
-        ConfigError: the data, the tokenizer or the model's configuration do not fit the recipe or each other.
+        ConfigError: the data, the tokenizer or the model's configuration do not fit the recipe or each other, or the
+            launch asks for an engine whose weights cannot be saved from where they are.
     """
     tokenizer, train, held_out = build_data(recipe, arguments)
     config = build_config(recipe, tokenizer)
     model = build_model(recipe, config)
     if arguments.process_index == 0:
         describe(recipe, model, tokenizer, train, held_out)
-    progress = FinetuneProgress()
     trainer = Trainer(
         model=model,
         args=arguments,
@@ -106,10 +119,12 @@ def build_trainer(recipe: Recipe, arguments: TrainingArguments) -> tuple[Trainer
         processing_class=tokenizer,
         compute_metrics=perplexity,
         preprocess_logits_for_metrics=likelihood_per_sequence,
-        callbacks=[progress],
+        callbacks=[FinetuneProgress()],
     )
     trainer.remove_callback(PrinterCallback)
-    return trainer, progress
+    if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
+        raise ConfigError("finetune trains with FSDP2, not with FSDP1 or DeepSpeed: set `fsdp_version: 2`.")
+    return trainer
 
 
 def build_data(recipe: Recipe, arguments: TrainingArguments) -> tuple[PreTrainedTokenizerBase, Dataset, Dataset | None]:
@@ -129,17 +144,16 @@ def build_data(recipe: Recipe, arguments: TrainingArguments) -> tuple[PreTrained
     return tokenizer, train, held_out
 
 
-def gather(trainer: Trainer) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The unwrapped model and, on rank 0, its full weights. Afterwards the ranks need each other no more."""
+def save(recipe: Recipe, trainer: Trainer) -> None:
+    """Write the finished model. Afterwards the ranks need each other no more. Collective."""
     accelerator = trainer.accelerator
-    state_dict = accelerator.get_state_dict(trainer.model_wrapped)
     model = accelerator.unwrap_model(trainer.model_wrapped)
     # Trainer turned the cache off for training; the saved model is for generating.
     model.config.use_cache = True
+    save_finished(recipe, model, trainer.processing_class)
     # A rank must not exit right behind a collective: gloo's threads may still hold its tensors (pytorch#179291).
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    return model, state_dict
 
 
 def describe(
@@ -161,9 +175,9 @@ def describe(
         print("note: the chat template has no {% generation %} marks, so the loss is on all turns, not the assistant's")
 
 
-def report(recipe: Recipe, progress: FinetuneProgress, sample: str, seconds: float) -> None:
+def report(recipe: Recipe, state: TrainerState, sample: str, seconds: float) -> None:
     """The closing lines of a fine-tune."""
-    if progress.held_out:
-        before, *_, after = progress.held_out.values()
-        print(f"held-out perplexity: {before:.2f} before, {after:.2f} after")
+    held_out = list(held_out_perplexities(state).values())
+    if held_out:
+        print(f"held-out perplexity: {held_out[0]:.2f} before, {held_out[-1]:.2f} after")
     print(f"saved to {recipe.output_dir}, {seconds:.0f} s in all; reloaded by stock Transformers, it says:\n{sample}")

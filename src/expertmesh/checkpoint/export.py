@@ -1,0 +1,247 @@
+"""From a checkpoint to a Hugging Face model folder without training state, in any dtype, on one process.
+
+Tensors pass through memory in parts, so a model of any size needs about `PEAK_BYTES` beside the libraries. A DCP folder
+needs the tensors of one layer's experts on top, because only whole ones can be taken out of it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor
+from transformers.core_model_loading import build_glob_alternation
+
+from expertmesh.checkpoint.architecture import model_without_weights, read_config
+from expertmesh.checkpoint.dcp import MODEL_FOLDER
+from expertmesh.checkpoint.file_io import CHUNK, bytes_of
+from expertmesh.checkpoint.manifest import MANIFEST, Manifest, describe_files, file_checksum
+from expertmesh.checkpoint.object_store import ObjectStoreFolder, in_file_order, is_url
+from expertmesh.checkpoint.publish import Publication, resolve
+from expertmesh.checkpoint.safetensors_format import INDEX_FILE, PlannedFile, PlannedTensor, index_json, plan_files
+from expertmesh.checkpoint.stored_weights import StoredWeights, read_weights
+from expertmesh.checkpoint.tensor_streams import DcpStream, SafetensorsStream, TensorStream
+from expertmesh.checkpoint.writer import MAX_SHARD_SIZE
+from expertmesh.errors import CheckpointError, ConfigError
+
+# One part as it is read, cast, and compared after the cast.
+PEAK_BYTES = 8 * CHUNK
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_CONFIG = "config.json"
+# What a model folder has beside its weights: configurations, tokenizers, own code.
+_COMPANIONS = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja", "*.py", "additional_chat_templates/*")
+_NO_COMPANIONS = (MANIFEST, INDEX_FILE, _CONFIG, "trainer_state.json", "pytorch_model.bin.index.json")
+
+
+def export(
+    checkpoint: Path,
+    output: str,
+    *,
+    dtype: torch.dtype | None = None,
+    config: str | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+    overwrite: bool = False,
+) -> None:
+    """Write a checkpoint's model as a Hugging Face folder: at once and as a whole where `output` is a path.
+
+    Every byte that is read is compared with the checksum noted when it was written, if there is one.
+
+    Args:
+        checkpoint: of expertmesh, of Accelerate's FSDP2 (`pytorch_model_fsdp_0`), or a Hugging Face model folder.
+        output: a folder, or a URL that fsspec knows.
+        dtype: for floating-point weights; those that the model's class keeps in float32 stay what they are.
+        config: a folder or a model's name on the Hub, for a checkpoint that has no `config.json`.
+        max_shard_size: of a weight file, in bytes.
+        overwrite: replace the model that `output` holds. Files that no checkpoint wrote stay.
+
+    Raises:
+        ConfigError: the output is not empty or is the checkpoint, or there is no configuration.
+        CheckpointError: the checkpoint is damaged or cannot be exported so; `output` is what it was.
+    """
+    checkpoint = resolve(checkpoint)
+    if not checkpoint.is_dir():
+        raise ConfigError(f"there is no folder {str(checkpoint)!r}: correct the path.")
+    _refuse_output(checkpoint, output, overwrite)
+    weights = read_weights(checkpoint)
+    if weights.form == "adapter":
+        raise CheckpointError(
+            f"{checkpoint} holds a PEFT adapter and no model: load it with PEFT, merge_and_unload(), and save that."
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        companions = Path(temporary)
+        _collect_companions(checkpoint, config, companions)
+        stream = _open(checkpoint, weights, companions)
+        planned = _plan(stream, companions, dtype)
+        _adapt_config(companions / _CONFIG, planned, dtype)
+        files = plan_files(planned, max_shard_size)
+        if is_url(output):
+            _write_to_url(stream, files, companions, ObjectStoreFolder(output))
+        else:
+            _write_folder(stream, files, companions, Path(output), _noted(checkpoint))
+
+
+def _write_folder(
+    stream: TensorStream, files: list[PlannedFile], companions: Path, output: Path, source: Manifest
+) -> None:
+    with Publication(output) as publication:
+        folder = publication.folder
+        shutil.copytree(companions, folder, dirs_exist_ok=True)
+        tensors = _write_weights(stream, files, lambda name: (folder / name).open("wb"))
+        (folder / INDEX_FILE).write_text(index_json(files))
+        versions = {package: version(package) for package in ("expertmesh", "torch", "transformers")}
+        Manifest(versions, source.mesh, source.step, tensors, describe_files(folder)).write(folder)
+
+
+def _write_to_url(stream: TensorStream, files: list[PlannedFile], companions: Path, folder: ObjectStoreFolder) -> None:
+    _write_weights(stream, files, folder.open)
+    folder.put_files(companions)
+    folder.put(INDEX_FILE, index_json(files).encode())
+
+
+def _write_weights(
+    stream: TensorStream, files: list[PlannedFile], create: Callable[[str], AbstractContextManager[BinaryIO]]
+) -> dict[str, str]:
+    """Write every file from its first byte to its last. Returns the CRC-32 of each tensor as 8 hexadecimal digits."""
+    checksums = {}
+    for file in files:
+        with create(file.filename) as output:
+            output.write(file.header)
+            for stored in in_file_order(file):
+                crc = 0
+                for part in stream.parts(stored.name):
+                    content = bytes_of(_cast(part, stored.dtype, stored.name))
+                    output.write(content)
+                    crc = zlib.crc32(content, crc)
+                checksums[stored.name] = f"{crc:08x}"
+    return checksums
+
+
+def _cast(part: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    cast = part.to(dtype)
+    if dtype == torch.float16 and not torch.equal(cast.isinf(), part.isinf()):
+        raise CheckpointError(f"{name} has values that float16 cannot hold: export as bf16 or fp32.")
+    return cast
+
+
+def _plan(stream: TensorStream, companions: Path, dtype: torch.dtype | None) -> list[PlannedTensor]:
+    """The tensors as they are to be written."""
+    if dtype is None:
+        return list(stream.tensors)
+    kept = _kept_in_float32(companions, dtype)
+    return [
+        PlannedTensor(tensor.name, dtype, tensor.shape) if tensor.dtype in _CAST and not kept(tensor.name) else tensor
+        for tensor in stream.tensors
+    ]
+
+
+def _kept_in_float32(companions: Path, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Which tensors the model's class wants in float32 where the others are in `dtype`."""
+    try:
+        plan = model_without_weights(read_config(companions))._get_dtype_plan(dtype)
+    except CheckpointError:
+        # A model with code of its own, which is not run here.
+        plan = {}
+    pattern = build_glob_alternation(list(plan))[0] if plan else None
+    return lambda name: pattern is not None and pattern.search(name) is not None
+
+
+def _open(checkpoint: Path, weights: StoredWeights, companions: Path) -> TensorStream:
+    if weights.form == "dcp":
+        _check_dcp_files(checkpoint)
+        return DcpStream(checkpoint, weights.tensors, model_without_weights(read_config(companions)))
+    return SafetensorsStream(weights.stored, _noted(checkpoint).tensors)
+
+
+def _check_dcp_files(checkpoint: Path) -> None:
+    """A DCP folder's tensors have no checksums of their own; its files have, if expertmesh wrote it."""
+    for name, entry in _noted(checkpoint).files.items():
+        path = checkpoint / name
+        if path.parent.name == MODEL_FOLDER and entry.crc32 not in (None, file_checksum(path)):
+            raise CheckpointError(f"{path} was damaged since it was written: its checksum differs.")
+
+
+def _noted(checkpoint: Path) -> Manifest:
+    return Manifest.read(checkpoint) if (checkpoint / MANIFEST).exists() else Manifest()
+
+
+def _refuse_output(checkpoint: Path, output: str, overwrite: bool) -> None:
+    if is_url(output):
+        empty = ObjectStoreFolder(output).is_empty()
+    else:
+        path = Path(output)
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{output} is a file: name a folder.")
+        if path.resolve() == checkpoint.resolve():
+            raise ConfigError(f"{output} is the checkpoint itself: name another folder.")
+        empty = not path.exists() or not any(path.iterdir())
+    if not empty and not overwrite:
+        raise ConfigError(f"{output} is not empty: name another folder, or pass --overwrite to replace its model.")
+
+
+def _collect_companions(checkpoint: Path, config: str | None, target: Path) -> None:
+    """Put what a model folder has beside its weights into `target`."""
+    given = None if config is None else _config_folder(config)
+    for folder in (given, checkpoint):
+        for path in () if folder is None else _companions(folder):
+            copy = target / path.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+    source = (given or checkpoint) / _CONFIG
+    if not source.is_file():
+        raise ConfigError(f"{source.parent} has no {_CONFIG}: pass --config with a folder or a model's name that has.")
+    shutil.copyfile(source, target / _CONFIG)
+
+
+def _companions(folder: Path) -> Iterator[Path]:
+    for pattern in _COMPANIONS:
+        yield from (path for path in folder.glob(pattern) if path.is_file() and path.name not in _NO_COMPANIONS)
+
+
+def _config_folder(config: str) -> Path:
+    if Path(config).is_dir():
+        return Path(config)
+    try:
+        return Path(snapshot_download(config, allow_patterns=list(_COMPANIONS)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config {config!r} is no folder, and no model on the Hub: {reason}") from error
+
+
+def _adapt_config(path: Path, planned: list[PlannedTensor], dtype: torch.dtype | None) -> None:
+    """Let a configuration say the dtype of most of the weights. Quantized models keep theirs."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if "quantization_config" in config:
+        if dtype is not None:
+            raise ConfigError(
+                f"the weights are quantized ({path.name} says how), and cannot be cast: leave out --dtype."
+            )
+        return
+    nbytes: Counter[torch.dtype] = Counter()
+    for tensor in planned:
+        if tensor.dtype in _CAST:
+            nbytes[tensor.dtype] += tensor.nbytes
+    if nbytes:
+        main = str(nbytes.most_common(1)[0][0]).removeprefix("torch.")
+        path.write_text(json.dumps(_with_dtype(config, main) | {"dtype": main}, indent=2, sort_keys=True) + "\n")
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The configuration with this dtype wherever it, or one that it is put together of, says one."""
+    adapted = {key: _with_dtype(value, dtype) if isinstance(value, dict) else value for key, value in config.items()}
+    for key in ("dtype", "torch_dtype"):
+        if isinstance(adapted.get(key), str):
+            del adapted[key]
+            adapted["dtype"] = dtype
+    return adapted
