@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from pickle import UnpicklingError
 from types import ModuleType
@@ -98,6 +97,17 @@ def load_state(
         _load_the_rest(accelerator, folder, scaler, load_kwargs, **load_model_func_kwargs)
 
 
+def get_state_dict(
+    original: Callable[..., Any], accelerator: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    """`Accelerator.get_state_dict`, with the adapters of experts in the layout that PEFT saves. Collective."""
+    state_dict = original(accelerator, model, *args, **kwargs)
+    adapters = _adapters_of(accelerator.unwrap_model(model, keep_torch_compile=False))
+    if adapters is None:
+        return state_dict
+    return {name: adapters.as_stored(name, tensor) for name, tensor in state_dict.items()}
+
+
 def _prepared(accelerator: Accelerator) -> list[tuple[str, nn.Module, Optimizer | None]]:
     """The sub-folder of a checkpoint that is each model's, none for the first; the model; its optimizer."""
     models, optimizers = accelerator._models, accelerator._optimizers
@@ -137,7 +147,7 @@ def _adapters_of(model: nn.Module) -> ModuleType | None:
     """What reads and writes the model's PEFT adapters, if it has any."""
     if not hasattr(model, "get_base_model"):
         return None
-    return import_module(f"{load_plugin('transformers').__name__}.adapters")
+    return load_plugin("peft")
 
 
 def _save_the_rest(accelerator: Accelerator, folder: Path) -> None:

@@ -4,6 +4,7 @@ Monkey-patches, checked on accelerate 1.15.0, each with a test in tests/test_che
 
 - `accelerate.Accelerator.save_state`, `accelerate.Accelerator.load_state`: checkpoints that are Hugging Face models and
   that any mesh can resume, see `checkpoints`.
+- `accelerate.Accelerator.get_state_dict`: adapters of experts as PEFT stores them (tests/test_peft.py).
 - `accelerate.Accelerator.end_training`: first waits for a checkpoint that is written in the background.
 - `accelerate.accelerator.fsdp2_prepare_model`: a model whose weights were left in their files gets them once sharded.
 
@@ -18,7 +19,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate import accelerator as accelerator_module
-from expertmesh_plugins.accelerate.checkpoints import load_state, save_state
+from expertmesh_plugins.accelerate.checkpoints import get_state_dict, load_state, save_state
 from expertmesh_plugins.accelerate.fsdp import ExpertMeshFSDPPlugin
 from expertmesh_plugins.patching import divert
 from torch import nn
@@ -30,6 +31,7 @@ def patch_accelerate() -> None:
     """Apply the patches, if they are not there yet."""
     divert(Accelerator, "save_state", save_state, _is_ours)
     divert(Accelerator, "load_state", load_state, _is_ours)
+    divert(Accelerator, "get_state_dict", get_state_dict, _is_ours)
     divert(Accelerator, "end_training", _end_training, _is_ours)
     if not hasattr(accelerator_module.fsdp2_prepare_model, "__wrapped__"):
         accelerator_module.fsdp2_prepare_model = _then_fill(accelerator_module.fsdp2_prepare_model)

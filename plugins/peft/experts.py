@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
@@ -28,6 +29,29 @@ def b_by_expert(b: Tensor, num_experts: int) -> Tensor:
 def b_as_stored(b: Tensor) -> Tensor:
     """`[E, out, r]` as PEFT's `lora_B`, `[out, r * E]`."""
     return b.permute(1, 2, 0).reshape(b.shape[1], -1)
+
+
+def as_stored(name: str, whole: Tensor) -> Tensor:
+    """A whole adapter tensor in PEFT's layout, from the one that a sharded model keeps it in."""
+    return b_as_stored(whole) if _is_expert_b(name, whole) else whole
+
+
+def stored_shape(name: str, parameter: Tensor) -> tuple[int, ...]:
+    """The shape that a model's adapter tensor has in PEFT's file."""
+    if not _is_expert_b(name, parameter):
+        return tuple(parameter.shape)
+    num_experts, out, rank = parameter.shape
+    return (out, rank * num_experts)
+
+
+def by_expert(name: str, whole: Tensor, parameter: Tensor) -> Tensor:
+    """A tensor of PEFT's file in the layout that the model keeps `parameter` in."""
+    return b_by_expert(whole, parameter.shape[0]) if _is_expert_b(name, parameter) else whole
+
+
+def _is_expert_b(name: str, tensor: Tensor) -> bool:
+    # PEFT's own `lora_B`s are matrices.
+    return ".lora_B." in name and tensor.ndim == 3
 
 
 def a_by_expert(a: Tensor, num_experts: int) -> Tensor:
@@ -51,9 +75,11 @@ class AdaptedExperts:
         """`lora_A` stays as PEFT has it, whose rows are in the order of the experts; `lora_B` becomes `[E, out, r]`."""
         for wrapper in self.wrappers:
             for linear in wrapper.lora_A.values():
-                yield AdapterParameter(linear, "weight", lambda a: a)
+                yield AdapterParameter(linear, "weight", _same, _same)
             for linear in wrapper.lora_B.values():
-                yield AdapterParameter(linear, "weight", lambda b, number=wrapper.num_experts: b_by_expert(b, number))
+                yield AdapterParameter(
+                    linear, "weight", partial(b_by_expert, num_experts=wrapper.num_experts), b_as_stored
+                )
 
     def active(self) -> Mapping[str, LowRank]:
         """See `ExpertAdapters.active`."""
@@ -98,6 +124,10 @@ def _checked(experts: nn.Module, found: list[tuple[str, ParamWrapper]]) -> Adapt
                 f"adapt {' or '.join(projections)} instead."
             )
     return AdaptedExperts(tuple(wrapper for _, wrapper in found))
+
+
+def _same(a: Tensor) -> Tensor:
+    return a
 
 
 def _local(parameter: Tensor) -> Tensor:

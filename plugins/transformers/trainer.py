@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from expertmesh_plugins.patching import divert
-from expertmesh_plugins.transformers.adapters import holds_adapters, load_adapters, save_adapters
 from peft import PeftModel
 from torch import nn
 from torch.optim import Optimizer
@@ -38,6 +37,7 @@ from expertmesh.checkpoint.manifest import MANIFEST, verify_files
 from expertmesh.checkpoint.optimizer import OptimizerStage, load_optimizer
 from expertmesh.checkpoint.publish import incomplete, resolve
 from expertmesh.errors import CheckpointError
+from expertmesh.plugins import load_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def _save_model(
     checkpoint = _under_way(trainer)
     model = _model(trainer)
     if isinstance(model, PeftModel):
-        save_adapters(model, folder)
+        load_plugin("peft").save_adapters(model, folder)
     elif checkpoint is not None and folder.parent == checkpoint.folder:
         checkpoint.add_model(model)
     else:
@@ -223,8 +223,9 @@ def _load_best_model(original: Callable[..., None], trainer: Trainer) -> None:
 
 def _load_weights(trainer: Trainer, model: nn.Module | None, folder: Path) -> None:
     target = _model(trainer, model)
-    if isinstance(target, PeftModel) and holds_adapters(folder):
-        load_adapters(target, folder)
+    adapters = load_plugin("peft") if isinstance(target, PeftModel) else None
+    if adapters is not None and adapters.holds_adapters(folder):
+        adapters.load_adapters(target, folder)
     else:
         load_model(target, folder)
 

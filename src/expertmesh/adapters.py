@@ -20,11 +20,13 @@ class AdapterParameter:
         owner: the module that has it.
         name: its attribute there.
         by_expert: from its layout to one with the experts outermost: dim 0 is a multiple of the number of experts.
+        back: from there to its layout.
     """
 
     owner: nn.Module
     name: str
     by_expert: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor], Tensor]
 
 
 class ExpertAdapters(Protocol):

@@ -113,11 +113,15 @@ def shard_by_expert(
     So are the parameters of adapters, with the experts outermost. A rank keeps (and moves to `device`) its own experts
     only. Gradient requirements are kept; parameters that have one are stored in `trainable_dtype` if it is given.
     """
-    own = [AdapterParameter(experts, name, lambda tensor: tensor) for name in spec.parameter_names]
+    own = [AdapterParameter(experts, name, _same, _same) for name in spec.parameter_names]
     return [
         _shard(parameter, mesh, device, trainable_dtype)
         for parameter in (*own, *(adapters.parameters if adapters is not None else ()))
     ]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _shard(

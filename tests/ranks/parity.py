@@ -157,7 +157,7 @@ def lora_cases(world_size: int) -> dict[str, Case]:
         "rank-1": {**both, "r": 1, "lora_alpha": 3},
         "rank-stabilised": {**both, "use_rslora": True},
         "patterns": {**both, "rank_pattern": {".*down_proj": 2}, "alpha_pattern": {".*gate_up_proj": 5}},
-        "norm-saved": {**both, "modules_to_save": ["lm_head"]},
+        "head-saved": {**both, "modules_to_save": ["lm_head"]},
         "dora": {"target_modules": ["q_proj"], "use_dora": True},
     }
     cases |= {name: Case(ep=2, lora=kind) for name, kind in kinds.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -113,7 +114,7 @@ class Manifest:
 def describe_files(folder: Path, group: ProcessGroup | None = None) -> dict[str, FileEntry]:
     """Sizes and checksums of all files of a folder but its manifest. Collective: each rank reads a share of them.
 
-    The folder has to be complete and the same for all ranks. Model files (`*.safetensors`) get no checksum: their
+    The folder has to be complete and the same for all ranks. Model files (`model*.safetensors`) get no checksum: their
     tensors have one each.
 
     Raises:
@@ -162,7 +163,7 @@ def _stays_inside(name: str) -> bool:
 
 
 def _is_checked(name: str) -> bool:
-    return not name.endswith(".safetensors")
+    return re.fullmatch(r"(.*/)?model(-\d+-of-\d+)?\.safetensors", name) is None
 
 
 def _files(folder: Path) -> dict[str, Path]:

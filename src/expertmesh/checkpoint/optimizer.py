@@ -5,7 +5,7 @@ This is the structure Accelerate's FSDP2 writes into `optimizer_0`, so either si
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from expertmesh.adapters import AdapterParameter, find_adapters
 from expertmesh.checkpoint.agree import agreed
 from expertmesh.checkpoint.dcp import SafeReader, Stage, few, load_flat, load_flat_alone, reshard
 from expertmesh.errors import CheckpointError
@@ -45,7 +47,10 @@ class OptimizerStage(Stage):
         names = _names(model, optimizer)
         packed = optimizer.state_dict()
         groups = [{**group, "params": [names[index] for index in group["params"]]} for group in packed["param_groups"]]
-        state = {names[index]: values for index, values in packed["state"].items()}
+        layouts = _layouts(model)
+        state = {
+            names[index]: _by_expert(layouts.get(names[index]), values) for index, values in packed["state"].items()
+        }
         super().__init__({"optimizer": {"state": state, "param_groups": groups}}, copy)
 
 
@@ -72,10 +77,17 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, group: 
     with agreed(f"load the optimizer state from {path}", group):
         stored = _StoredOptimizer.read(path)
         groups = stored.match_groups(optimizer.state_dict()["param_groups"], names)
-        wanted = stored.destinations(_parameters(optimizer), names, optimizer.state_dict()["state"])
+        layouts = _layouts(model)
+        current = optimizer.state_dict()["state"]
+        current = {index: _by_expert(layouts.get(names[index]), values) for index, values in current.items()}
+        parameters = [
+            layouts[name].by_expert(parameter.detach()) if name in layouts else parameter
+            for name, parameter in zip(names, _parameters(optimizer), strict=True)
+        ]
+        wanted = stored.destinations(parameters, names, current)
     load_flat(wanted, path, group)
     state = {
-        index: {key: wanted[entry] for key, entry in stored.state[name].items()}
+        index: _back(layouts.get(name), {key: wanted[entry] for key, entry in stored.state[name].items()})
         for index, name in enumerate(names)
         if name in stored.state
     }
@@ -183,6 +195,33 @@ class _StoredOptimizer:
         return self.metadata.state_dict_metadata[entry].size
 
 
+def _layouts(model: nn.Module) -> dict[str, AdapterParameter]:
+    """Adapters of experts that are not sharded, by name; their state is stored as sharded ones', experts outermost."""
+    named = {parameter: name for name, parameter in _named_parameters(model)}
+    unsharded = {}
+    for adapters in find_adapters(model).values():
+        for parameter in adapters.parameters:
+            tensor = getattr(parameter.owner, parameter.name)
+            if not isinstance(tensor, DTensor):
+                unsharded[named[tensor]] = parameter
+    return unsharded
+
+
+def _by_expert(layout: AdapterParameter | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _moved(layout and layout.by_expert, value) for key, value in values.items()}
+
+
+def _back(layout: AdapterParameter | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _moved(layout and layout.back, value) for key, value in values.items()}
+
+
+def _moved(move: Callable[[Tensor], Tensor] | None, value: Any) -> Any:
+    # A number of steps has no dimensions to move.
+    if move is None or not isinstance(value, Tensor) or value.ndim < 2:
+        return value
+    return move(value).contiguous()
+
+
 def _empty(metadata: Metadata, entry: str) -> Tensor | None:
     stored = metadata.state_dict_metadata[entry]
     if not isinstance(stored, TensorStorageMetadata):
@@ -196,11 +235,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """The name of each of the optimizer's parameters, in the order of its state dict's indices."""
-    named = {}
-    for name, parameter in model.named_parameters():
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        named[parameter] = name
+    named = {parameter: name for name, parameter in _named_parameters(model)}
     parameters = _parameters(optimizer)
     foreign = sum(parameter not in named for parameter in parameters)
     if foreign:
@@ -209,6 +244,13 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
             f"the parameters of the prepared model."
         )
     return [named[parameter] for parameter in parameters]
+
+
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in model.named_parameters():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        yield name, parameter
 
 
 def _initialize(model: nn.Module, optimizer: Optimizer) -> None:

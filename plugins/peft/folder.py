@@ -8,13 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from expertmesh_plugins.peft.experts import as_stored, by_expert, stored_shape
 from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from expertmesh.checkpoint.agree import agreed, gather, world
+from expertmesh.checkpoint.shards import LocalShard
 from expertmesh.errors import CheckpointError
 
 
@@ -30,7 +32,7 @@ def save_adapters(model: PeftModel, folder: Path) -> None:
     stored = model.state_dict()
     # PEFT may ask the Hub which tensors belong to an adapter, and one rank's answer must do for all.
     names = gather(_adapter_tensors(model, stored) if rank == 0 else None)[0]
-    whole = {name: _whole(stored[name], keep=rank == 0) for name in names}
+    whole = {name: _whole(name, stored[name], keep=rank == 0) for name in names}
     with agreed(f"write the adapters into {folder}"):
         if rank == 0:
             model.save_pretrained(str(folder), state_dict=whole)
@@ -51,12 +53,12 @@ def load_adapters(model: PeftModel, folder: Path) -> None:
         path = (folder if adapter == "default" else folder / adapter) / SAFETENSORS_WEIGHTS_NAME
         # Each value is, or is a view of, a parameter's own memory.
         parameters = get_peft_model_state_dict(model, state_dict=model.state_dict(), adapter_name=adapter)
-        with agreed(f"read the adapter {path}"):
-            stored = load_file(path)
+        with agreed(f"read the adapter {path}"), safe_open(path, "pt") as stored, torch.no_grad():
             _refuse_differences(path, stored, parameters)
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    _fill(parameter, stored[name])
+            for name, parameter in parameters.items():
+                whole = by_expert(name, stored.get_tensor(name), parameter)
+                shard = LocalShard.of(parameter)
+                shard.tensor.copy_(whole[shard.box.slices])
 
 
 def _adapter_tensors(model: PeftModel, stored: dict[str, Tensor]) -> list[str]:
@@ -68,14 +70,14 @@ def _adapter_tensors(model: PeftModel, stored: dict[str, Tensor]) -> list[str]:
     return [name for name, tensor in stored.items() if id(tensor) in chosen]
 
 
-def _whole(tensor: Tensor, keep: bool) -> Tensor | None:
+def _whole(name: str, tensor: Tensor, keep: bool) -> Tensor | None:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.cpu() if keep else None
+    return as_stored(name, whole.cpu()) if keep else None
 
 
-def _refuse_differences(path: Path, stored: dict[str, Tensor], parameters: dict[str, Tensor]) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
-    wanted = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+def _refuse_differences(path: Path, stored: safe_open, parameters: dict[str, Tensor]) -> None:
+    shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+    wanted = {name: stored_shape(name, tensor) for name, tensor in parameters.items()}
     differences = [f"{name} is missing" for name in sorted(wanted.keys() - shapes.keys())]
     differences += [f"{name} is not in the model" for name in sorted(shapes.keys() - wanted.keys())]
     differences += [
@@ -88,11 +90,3 @@ def _refuse_differences(path: Path, stored: dict[str, Tensor], parameters: dict[
             f"{path} does not fit the model's adapter: {'; '.join(differences)}: "
             f"resume with the LoraConfig that the checkpoint was trained with."
         )
-
-
-def _fill(parameter: Tensor, whole: Tensor) -> None:
-    whole = whole.to(parameter.device)
-    if isinstance(parameter, DTensor):
-        # Every rank has read the file, so nothing needs to be sent.
-        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(whole)
