@@ -29,14 +29,13 @@ from expertmesh import ExpertParallelConfig, parallelize
 from expertmesh.checkpoint import Checkpoint, latest, load_model, load_optimizer, wait_for_checkpoints
 from expertmesh.checkpoint.manifest import Manifest
 from expertmesh.checkpoint.publish import incomplete, resolve
-from ranks.forked import Ranks
+from ranks.forked import Ranks, Say
 from ranks.models import batches, build
 
 RANKS = 2
 KILLS = 20
 STEPS = 50
 KEPT = 2
-Say = Callable[[str], None]
 
 
 class FileOperations:
