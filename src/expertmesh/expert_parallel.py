@@ -90,11 +90,14 @@ def shard_by_expert(
         The original Parameters by attribute name.
     """
     originals = {}
+    # Accelerate's CPU is `cpu:0`, to which a conversion from `cpu` would copy.
+    device = torch.device("cpu") if device.type == "cpu" else device
     for name in spec.parameter_names:
         old = getattr(experts, name)
         local = old.detach().chunk(mesh.ep.size(), dim=0)[mesh.ep.get_local_rank()]
         dtype = trainable_dtype if trainable_dtype is not None and old.requires_grad else old.dtype
-        local = local.to(device, dtype, copy=True).contiguous()
+        # The copy lets go of the whole weight; of a placeholder for a weight, nothing is there to let go of.
+        local = local.to(device, dtype, copy=not getattr(old, "is_placeholder", False)).contiguous()
         new = nn.Parameter(
             DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False), requires_grad=old.requires_grad
         )
