@@ -16,7 +16,7 @@ ENVIRONMENT = {"PYTHONPATH": str(TESTS)}
 
 def test_twenty_kills_cost_no_published_checkpoint_and_change_no_bit(tmp_path):
     program = RANKS / "checkpoint_crash.py"
-    finished = run_command([sys.executable, program, tmp_path, "0"], env=ENVIRONMENT, timeout=400)
+    finished = run_command([sys.executable, program, tmp_path, "1"], env=ENVIRONMENT, timeout=400)
     assert finished.returncode == 0, finished.output
     result = json.loads(finished.stdout.splitlines()[-1])
     assert result["wrong"] == [], finished.output
