@@ -19,7 +19,7 @@ ACCELERATE = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launc
 EP2 = ("--config", ROOT / "launch_configs" / "ep2_cpu.yaml")
 # The same file under Accelerate's own name for the option, and overridden to 4 ranks.
 EP4 = ("--config_file", EP2[1], "--num_processes", "4", "--parallelism_config_ep_size", "4")
-SHARDED = (*EP2, "--fsdp_state_dict_type", "SHARDED_STATE_DICT")
+DCP = (*EP2, "--parallelism_config_ep_checkpoint_format", "dcp")
 
 
 def logged(command):
@@ -40,7 +40,7 @@ def bare_loop(request):
     return script, logged((sys.executable, *script))
 
 
-@pytest.mark.parametrize("launch", [EP2, EP4, SHARDED], ids=["ep2", "ep4-by-overrides", "sharded-checkpoint"])
+@pytest.mark.parametrize("launch", [EP2, EP4, DCP], ids=["ep2", "ep4-by-overrides", "dcp-checkpoint"])
 def test_bare_accelerate_loop_and_its_resume(bare_loop, launch, tmp_path):
     script, expected = bare_loop
     # The script trains on to the end, loads the state it saved half-way, and trains its second half again.

@@ -156,6 +156,15 @@ def test_dcp_checkpoints_are_inspected_too(model, tmp_path, capsys):
     assert status == 1 and "truncated" in shown
 
 
+def test_an_adapter_is_shown_but_is_no_model_to_export(tmp_path, capsys):
+    save_file({"base_model.lora_A.weight": torch.ones(4, 2)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    status, shown = run(capsys, "inspect", tmp_path)
+    assert status == 0 and "kind         PEFT adapter" in shown and "parameters   8 in 1 tensors" in shown
+    with pytest.raises(CheckpointError, match="merge_and_unload"):
+        export(tmp_path, str(tmp_path / "out"))
+
+
 def test_folders_without_a_model_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no folder"):
         inspect(tmp_path / "nowhere")
@@ -270,13 +279,11 @@ def test_only_an_empty_output_is_written_without_overwrite(model, tmp_path):
 
 
 def test_exporting_a_large_model_takes_little_memory(tmp_path):
-    megabytes = 400
-    weights = {f"part{index}": torch.ones(megabytes * 2**20 // 16, dtype=torch.float32) for index in range(4)}
+    weights = {"part": torch.ones(200 * 2**20 // 4)}
     for name, tensors in {"large": weights, "small": {"part": torch.ones(4)}}.items():
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
         (tmp_path / name / "config.json").write_text("{}")
-    del weights
     program = (
         "import resource, sys, torch; from pathlib import Path; from expertmesh.checkpoint.export import export\n"
         "export(Path(sys.argv[1]), sys.argv[1] + '-out', dtype=torch.float16)\n"
@@ -303,6 +310,10 @@ def test_export_to_a_url_streams_whole_files_and_says_so(model, tmp_path, capsys
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "bucket" / "model").dtype == torch.bfloat16
     with pytest.raises(ConfigError, match="--overwrite"):
         export(folder, output)
+    # Stock Transformers would prefer a single file to the new index.
+    save_file({"old": torch.ones(1)}, tmp_path / "bucket" / "model" / "model.safetensors")
+    export(folder, output, overwrite=True)
+    assert_same_weights(weights_of(tmp_path / "bucket" / "model"), model, torch.float32, tmp_path / "stock")
     with pytest.raises(CheckpointError, match="cannot be opened"):
         export(folder, "nothing-like-this://bucket/model")
 

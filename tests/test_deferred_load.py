@@ -12,10 +12,12 @@ import peft
 import pytest
 import torch
 from expertmesh_plugins.transformers.deferred_load import install
+from ranks.families import BUILDERS, build_family
 from ranks.models import FAMILIES, batches, build
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from expertmesh.checkpoint.deferred_tensor import DeferredParameter, DeferredTensor
 from expertmesh.errors import CheckpointError
@@ -148,17 +150,61 @@ def test_what_is_put_in_its_place_is_not_read(launched, folder):
     assert type(weight) is nn.Parameter and torch.equal(weight, torch.ones(2, 2))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_layout(launched, tmp_path, monkeypatch, family):
-    build(family).save_pretrained(tmp_path, max_shard_size="50KB")
-    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    plain, expected = stock(tmp_path, monkeypatch, output_loading_info=True)
-    assert len(deferred(model)) == len(list(model.parameters()))
+@pytest.mark.parametrize("family", BUILDERS)
+def test_every_family(launched, tmp_path, monkeypatch, family):
+    built = build_family(family)
+    built.save_pretrained(tmp_path, max_shard_size="50KB")
+
+    def load(**environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        torch.manual_seed(6)
+        return type(built).from_pretrained(tmp_path, output_loading_info=True, dtype=torch.bfloat16)
+
+    model, loading = load()
+    plain, expected = load(EXPERTMESH_DEFERRED_LOAD="0")
+    if family in FAMILIES:
+        assert len(deferred(model)) == len(list(model.parameters()))
     assert loading == expected
     assert [str(c) for c in model._weight_conversions] == [str(c) for c in plain._weight_conversions]
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
     for (name, buffer), (_, other) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
-        assert torch.equal(buffer, other), name
+        assert buffer.dtype == other.dtype and torch.equal(buffer, other), name
+    assert_equal(model, plain)
+
+
+class Doubled(ConversionOps):
+    """Computes; with `looks`, in a way that depends on the elements."""
+
+    def __init__(self, looks=False):
+        self.looks = looks
+
+    def convert(self, input_dict, source_patterns, target_patterns, **_):
+        ((tensor,),) = input_dict.values()
+        factor = 2 if not self.looks or tensor.sum().item() < 1e9 else 3
+        return {target_patterns[0]: tensor * factor}
+
+    @property
+    def reverse_op(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["computed", "computed by its elements"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_conversions_that_compute(launched, folder, monkeypatch, looks, dtype):
+    mapping = modeling_utils.get_model_conversion_mapping
+
+    def with_ours(*args, **kwargs):
+        return [
+            WeightConverter("self_attn.q_proj.weight", "self_attn.q_proj.weight", [Doubled(looks)]),
+            *mapping(*args),
+        ]
+
+    monkeypatch.setattr(modeling_utils, "get_model_conversion_mapping", with_ours)
+    model, plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), stock(folder, monkeypatch, dtype=dtype)
+    assert (WEIGHT in deferred(model)) != looks
+    model.to(torch.float16), plain.to(torch.float16)
+    assert torch.equal(plain.get_parameter(WEIGHT), (build().get_parameter(WEIGHT).to(dtype) * 2).half())
     assert_equal(model, plain)
 
 

@@ -112,8 +112,8 @@ def test_eight_ranks_read_every_byte_of_the_experts_once(larger, folder):
 @pytest.mark.parametrize("mesh", [dict(dp_shard_size=4, ep_size=4), SHARED, dict(dp_shard_size=4, ep_size=1)], ids=str)
 def test_a_rank_needs_its_shard_and_little_more(larger, folder, mesh):
     for rank in ranks("measure", larger, mesh, dict(mesh=mesh, tiny=str(folder))):
-        # The interpreter's own noise: module objects, optimizer, traced tensors.
-        assert rank["growth"] < rank["shard"] + 1.3 * rank["largest"] + 12 * MiB, rank
+        # About 6 MB of modules, traced tensors and tables of files are in it.
+        assert rank["growth"] < rank["shard"] + 1.3 * rank["largest"], rank
 
 
 def hub_cache(home: Path, model, commit: str) -> None:
@@ -167,15 +167,17 @@ def test_a_fault_in_the_reader_stops_all_ranks(folder, fault):
     assert "model.layers.1.mlp.experts.down_proj" in first["error"] and "rank 1" in first["error"]
 
 
-def launched(script, *arguments, launch=EP2, environment=None):
-    finished = run_command((*ACCELERATE, *launch, script, *arguments), timeout=240, env=environment)
+def launched(kind, folder, output, environment=None):
+    script = TESTS / "scripts" / "deferred.py"
+    finished = run_command((*ACCELERATE, *EP2, script, kind, folder, output), timeout=240, env=environment)
     assert finished.returncode == 0, finished.output
-    return [line for line in finished.stdout.splitlines() if line.startswith("{")]
+    lines = finished.stdout.splitlines()
+    return sum(line == "DeferredParameter" for line in lines), [line for line in lines if line.startswith('{"')]
 
 
 @pytest.mark.parametrize("kind", ["accelerate", "trainer", "sft", "dpo"])
 def test_untouched_scripts(folder, tmp_path, kind):
-    script = TESTS / "scripts" / "deferred.py"
-    ours = launched(script, kind, folder, tmp_path / "ours")
-    stock = launched(script, kind, folder, tmp_path / "stock", environment={"EXPERTMESH_DEFERRED_LOAD": "0"})
+    deferring, ours = launched(kind, folder, tmp_path / "ours")
+    reading, stock = launched(kind, folder, tmp_path / "stock", {"EXPERTMESH_DEFERRED_LOAD": "0"})
+    assert (deferring, reading) == (2, 0)
     assert ours and ours == stock

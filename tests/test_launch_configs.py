@@ -33,7 +33,7 @@ def test_launches_as_its_name_says(name, monkeypatch):
     assert environment.get("ACCELERATE_USE_CPU") == ("true" if on_cpu else None)
     assert environment["FSDP_VERSION"] == "2"
     assert environment["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP"
-    # On one node rank 0 can hold the whole model, and `Trainer.save_model` then writes one that anything can load.
+    # On one node rank 0 can hold the whole model.
     whole = num_processes <= 8
     assert environment["FSDP_STATE_DICT_TYPE"] == ("FULL_STATE_DICT" if whole else "SHARDED_STATE_DICT")
     assert environment["FSDP_RESHARD_AFTER_FORWARD"] == "true"

@@ -29,14 +29,13 @@ from expertmesh import ExpertParallelConfig, parallelize
 from expertmesh.checkpoint import Checkpoint, latest, load_model, load_optimizer, wait_for_checkpoints
 from expertmesh.checkpoint.manifest import Manifest
 from expertmesh.checkpoint.publish import incomplete, resolve
-from ranks.forked import Ranks
+from ranks.forked import Ranks, Say
 from ranks.models import batches, build
 
 RANKS = 2
 KILLS = 20
 STEPS = 50
 KEPT = 2
-Say = Callable[[str], None]
 
 
 class FileOperations:
@@ -143,7 +142,7 @@ def interrupted(
             training.save(
                 folder / f"checkpoint-{number}", number, asynchronous, partial(published, folder, number, say)
             )
-            training.save(folder / "last", number, asynchronous)
+            training.save(folder / "last", number, asynchronous, partial(say, f"replaced {number}"))
     wait_for_checkpoints()
 
 
@@ -152,16 +151,17 @@ def published(folder: Path, number: int, say: Say) -> None:
     shutil.rmtree(folder / f"checkpoint-{number - KEPT}", ignore_errors=True)
 
 
-def measure(folder: Path) -> tuple[dict[str, int], float, int]:
-    reference, seconds, operations = {}, [], []
+def measure(folder: Path) -> tuple[dict[str, int], float, dict[int, int]]:
+    """Fingerprints by step and rank, the seconds that a save takes, and each rank's file operations in one."""
+    reference, seconds, operations = {}, [], {}
     for line in Ranks(RANKS, folder / "store", partial(uninterrupted, folder)).finish(120):
         kind, *words = line.split()
         if kind == "reference":
             reference[f"{words[0]} {words[1]}"] = int(words[2])
         else:
             seconds.append(float(words[1]))
-            operations.append(int(words[2]))
-    return reference, max(seconds), min(operations)
+            operations[int(words[0])] = int(words[2])
+    return reference, max(seconds), operations
 
 
 def kill_outside(ranks: Ranks, delay: float) -> list[str]:
@@ -184,26 +184,38 @@ def kill_inside(ranks: Ranks) -> list[str]:
     return heard + ranks.kill()
 
 
+def step_of(checkpoint: Path | None) -> int:
+    """The step that a folder holds, 0 if it is not there; a folder that is there has to be whole."""
+    if checkpoint is None or not checkpoint.exists():
+        return 0
+    manifest = Manifest.read(checkpoint)
+    problems = manifest.misfits(checkpoint)
+    assert problems == [], problems
+    return manifest.step
+
+
 def main(folder: Path, seed: int) -> None:
     chooser = random.Random(seed)
     # Nothing is left to import for the ranks then.
     build(num_hidden_layers=1)
     reference, seconds, operations = measure(folder)
-    steps, unfinished, wrong, done = [], 0, [], 0
+    steps, unfinished, wrong, said = [], 0, [], []
     for attempt in range(KILLS):
-        death = (chooser.randrange(RANKS), chooser.randint(1, 4 * operations)) if attempt % 2 else None
+        # Rank 0 has most to do. After two saves, one of them over another, it begins again.
+        rank = chooser.choice([0, 0, 0, 1])
+        death = (rank, chooser.randint(1, 2 * operations[rank])) if attempt % 2 else None
         work = partial(interrupted, folder, reference, STEPS, attempt % 4 >= 2, death)
         ranks = Ranks(RANKS, folder / f"store-{attempt}", work)
-        heard = kill_inside(ranks) if death else kill_outside(ranks, chooser.uniform(0, 2.5 * seconds))
-        done = max([done, *(int(line.split()[1]) for line in heard if line.startswith("published"))])
-        wrong += [line for line in heard if line.startswith("wrong")]
+        said += kill_inside(ranks) if death else kill_outside(ranks, chooser.uniform(0, 2.5 * seconds))
         unfinished += bool(incomplete(folder))
-        newest = latest(folder)
-        steps.append(Manifest.read(newest).step if newest else 0)
-        if steps[-1] < done:
-            wrong.append(f"checkpoint-{done} was published, but after kill {attempt} the latest is {newest}")
+        steps.append(step_of(latest(folder)))
+        for word, step in (("published", steps[-1]), ("replaced", step_of(resolve(folder / "last")))):
+            done = [int(line.split()[1]) for line in said if line.startswith(word)]
+            if done and step < max(done):
+                wrong.append(f"kill {attempt}: step {max(done)} was {word}, step {step} is there")
     work = partial(interrupted, folder, reference, steps[-1] + 3, False, None)
-    wrong += [line for line in Ranks(RANKS, folder / "store-end", work).finish(60) if line.startswith("wrong")]
+    said += Ranks(RANKS, folder / "store-end", work).finish(60)
+    wrong += [line for line in said if line.startswith("wrong")]
     left = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name != "measured")
     print(json.dumps({"wrong": wrong, "steps": steps, "unfinished": unfinished, "left": left}))
 

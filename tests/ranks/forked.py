@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+Say = Callable[[str], None]
+
 
 class Ranks:
     """Running ranks.
@@ -27,7 +29,7 @@ class Ranks:
         work: called on each rank as `work(say)`; `say(line)` reaches `heard`.
     """
 
-    def __init__(self, num_ranks: int, store: Path, work: Callable[[Callable[[str], None]], None]) -> None:
+    def __init__(self, num_ranks: int, store: Path, work: Callable[[Say], None]) -> None:
         self._output, write_end = os.pipe()
         self._buffer = b""
         self.pids = []
@@ -76,9 +78,7 @@ class Ranks:
         return lines
 
 
-def _be_rank(
-    rank: int, num_ranks: int, store: Path, work: Callable[[Callable[[str], None]], None], write_end: int
-) -> None:
+def _be_rank(rank: int, num_ranks: int, store: Path, work: Callable[[Say], None], write_end: int) -> None:
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     code = 1
     try:

@@ -47,14 +47,15 @@ class Digests(TrainerCallback):
         self.saved[state.global_step] = digest(model)
 
 
-def run(output, kind, lora):
-    kind, _, checkpoint = kind.partition(":")
+def run(output, word):
+    name, _, checkpoint = word.partition(":")
+    kind, lora = name.removeprefix("lora-"), name.startswith("lora-")
     best = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True} | {
         # The loss falls, so that the first checkpoint is the best of these.
         "metric_for_best_model": "eval_loss", "greater_is_better": True, "save_total_limit": 2,
     }  # fmt: skip
     arguments = TrainingArguments(
-        output_dir=str(output / ("train" if kind == "resume" and not checkpoint else kind)),
+        output_dir=str(output / ("train" if word == "resume" else name)),
         per_device_train_batch_size=8 // int(os.environ.get("WORLD_SIZE", "1")),
         max_steps=5,
         logging_steps=1,
@@ -83,5 +84,5 @@ def run(output, kind, lora):
 
 
 for word in sys.argv[2:]:
-    trainer = run(Path(sys.argv[1]), word.removeprefix("lora-"), word.startswith("lora-"))
+    trainer = run(Path(sys.argv[1]), word)
 trainer.end()

@@ -114,6 +114,7 @@ def take_placeholders(model: nn.Module, trainable_dtype: torch.dtype | None = No
 
     Collective. The Parameters stay the objects that they are. They get memory of their own that nothing has been
     written to and that takes no room until something is; its elements are zeros until `fill` is called on the result.
+    Sharding code that would copy its part of a weight may keep a view where `is_placeholder` is set on the Parameter.
 
     Args:
         model: not sharded yet.
@@ -133,6 +134,7 @@ def take_placeholders(model: nn.Module, trainable_dtype: torch.dtype | None = No
             parameter.materialize()
             continue
         parameter.settle(_untouched(source.shape, source.dtype))
+        parameter.is_placeholder = True
         sources[_plain(name)] = source
     return DeferredWeights(sources, any(gather(bool(sources))))
 

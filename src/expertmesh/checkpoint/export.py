@@ -105,6 +105,7 @@ def _write_folder(
 
 
 def _write_to_url(stream: TensorStream, files: list[PlannedFile], companions: Path, folder: ObjectStoreFolder) -> None:
+    folder.remove_model()
     _write_weights(stream, files, folder.open)
     folder.put_files(companions)
     folder.put(INDEX_FILE, index_json(files).encode())

@@ -19,8 +19,14 @@ def table(inspection: Inspection, verification: Verification | None = None) -> s
     """What was found, a row a line, and the files' sizes."""
     lines = [str(inspection.folder)]
     for label, value in [*_rows(inspection), *_verification_rows(verification)]:
+        # A path stays whole, even if it is longer than a line.
         lines += textwrap.wrap(
-            value, _WIDTH, initial_indent=f"  {label:<{_LABEL}}", subsequent_indent=" " * (2 + _LABEL)
+            value,
+            _WIDTH,
+            initial_indent=f"  {label:<{_LABEL}}",
+            subsequent_indent=" " * (2 + _LABEL),
+            break_long_words=False,
+            break_on_hyphens=False,
         )
     return "\n".join([*lines, "", *_size_lines(inspection)])
 

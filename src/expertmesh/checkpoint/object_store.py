@@ -7,6 +7,7 @@ renamed: the index of the weights is written last, and without it there is no mo
 
 from __future__ import annotations
 
+import fnmatch
 import shutil
 import tempfile
 from itertools import zip_longest
@@ -21,10 +22,12 @@ from torch.distributed import ProcessGroup
 from expertmesh.checkpoint.agree import agree, agreed, world
 from expertmesh.checkpoint.description import write_description
 from expertmesh.checkpoint.file_io import bytes_of
+from expertmesh.checkpoint.manifest import MANIFEST
 from expertmesh.checkpoint.safetensors_format import INDEX_FILE, PlannedFile, StoredTensor, index_json
 from expertmesh.checkpoint.writer import MAX_SHARD_SIZE, Weights, write_piece
 from expertmesh.errors import CheckpointError
 
+_MODEL_FILES = (MANIFEST, INDEX_FILE, "model*.safetensors", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 FALLBACK = "an object store takes no byte ranges: one rank writes each file, from its first byte to its last"
 
 
@@ -65,6 +68,14 @@ class ObjectStoreFolder:
             with path.open("rb") as source, self.open(name) as target:
                 shutil.copyfileobj(source, target)
 
+    def remove_model(self) -> None:
+        """Remove the weights that are there, index first, so that no reader prefers them to new ones."""
+        found = [] if self.is_empty() else self._files.ls(self._root, detail=False)
+        names = [path.rsplit("/", 1)[-1] for path in found]
+        for pattern in _MODEL_FILES:
+            for name in fnmatch.filter(names, pattern):
+                self._files.rm(f"{self._root}/{name}")
+
     def is_empty(self) -> bool:
         """Whether no file is there."""
         return not self._files.exists(self._root) or not self._files.find(self._root)
@@ -100,6 +111,8 @@ def write_weights_to_url(
     files = weights.plan(max_shard_size)
     with agreed(f"open {url}", group):
         folder = ObjectStoreFolder(url)
+        if rank == 0:
+            folder.remove_model()
     for first in range(0, len(files), size):
         _write_together(weights, files[first : first + size], folder, group)
     with agreed(f"write the index to {url}", group):

@@ -137,6 +137,10 @@ class Recipe:
     def _check_output(self) -> None:
         if self.output_dir is None:
             raise ConfigError("`output_dir` is missing: name the folder for the finished model.")
+        if "://" in self.output_dir:
+            raise ConfigError(
+                f"output_dir {self.output_dir!r} is a URL: name a folder, and `expertmesh export` the model from there."
+            )
         output = self.output_path
         if output.exists() and not output.is_dir():
             raise ConfigError(f"output_dir {self.output_dir!r} is a file: name a folder.")
