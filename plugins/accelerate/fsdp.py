@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
+from expertmesh_plugins.accelerate.replicas import equalize_replicas
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -97,8 +98,11 @@ class ExpertMeshFSDPPlugin(FullyShardedDataParallelPlugin):
         _point_to_shards(sharded)
         self.ignored_modules = [*self._ignored_by_user(model), nn.ParameterList(sharded.unmanaged)]
 
-    def fill_deferred(self, model: nn.Module) -> None:
-        """Read what was left in files into the shards of the model that Accelerate has just sharded. Collective.
+    def fill_weights(self, model: nn.Module) -> None:
+        """Give the model that Accelerate has just sharded its weights. Collective.
+
+        What was left in files is read into the shards. Other trainable weights, such as new adapters, are made equal
+        on all replicas; see `equalize_replicas`.
 
         Raises:
             CheckpointError: as `DeferredWeights.fill` does.
@@ -106,6 +110,7 @@ class ExpertMeshFSDPPlugin(FullyShardedDataParallelPlugin):
         deferred, self.deferred = self.deferred, None
         if deferred:
             deferred.fill(model)
+        equalize_replicas(model, lambda name: deferred is not None and deferred.holds(name))
 
     def _fsdp_options(self) -> dict[str, Any]:
         return {

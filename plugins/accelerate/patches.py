@@ -6,7 +6,8 @@ Monkey-patches, checked on accelerate 1.15.0, each with a test in tests/test_che
   that any mesh can resume, see `checkpoints`.
 - `accelerate.Accelerator.get_state_dict`: adapters of experts as PEFT stores them (tests/test_peft.py).
 - `accelerate.Accelerator.end_training`: first waits for a checkpoint that is written in the background.
-- `accelerate.accelerator.fsdp2_prepare_model`: a model whose weights were left in their files gets them once sharded.
+- `accelerate.accelerator.fsdp2_prepare_model`: a model whose weights were left in their files gets them once
+  sharded, and trainable weights that ranks drew become equal on all replicas (tests/test_peft_traps.py).
 
 Accelerators without such a configuration go the original way.
 """
@@ -52,7 +53,7 @@ def _then_fill(prepare: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         prepared = prepare(accelerator, model)
         plugin = accelerator.state.fsdp_plugin
         if isinstance(plugin, ExpertMeshFSDPPlugin):
-            plugin.fill_deferred(prepared)
+            plugin.fill_weights(prepared)
         return prepared
 
     return prepare_and_fill

@@ -106,13 +106,29 @@ def adapted_experts(model: nn.Module) -> dict[str, AdaptedExperts]:
     """The adapters of every experts module that has some, by the experts' qualified name.
 
     Raises:
-        ModelError: an adapter on a parameter of experts that is not one of their two projections.
+        ModelError: an adapter on a parameter of experts that is not one of their two projections, or a target parameter
+            that the model does not have.
     """
     wrappers: dict[nn.Module, list[tuple[str, ParamWrapper]]] = {}
+    adapted = set()
     for name, module in model.named_modules():
-        if isinstance(module, ParamWrapper) and is_experts(module.get_base_layer()):
-            wrappers.setdefault(module.get_base_layer(), []).append((name, module))
+        if isinstance(module, ParamWrapper):
+            adapted.add(f"{name.replace('.base_layer', '')}.{module.parameter_name}")
+            if is_experts(module.get_base_layer()):
+                wrappers.setdefault(module.get_base_layer(), []).append((name, module))
+    _refuse_unmatched(model, adapted)
     return {f"{found[-1][0]}.base_layer": _checked(experts, found) for experts, found in wrappers.items()}
+
+
+def _refuse_unmatched(model: nn.Module, adapted: set[str]) -> None:
+    """PEFT takes target parameters that match nothing without a word as long as another target matches."""
+    for config in model.peft_config.values():
+        for target in getattr(config, "target_parameters", None) or ():
+            if not any(f".{name}".endswith(f".{target}") for name in adapted):
+                raise ModelError(
+                    f"the target parameter `{target}` matches no parameter of the model, so nothing would be trained "
+                    f"there: correct target_parameters in the LoraConfig, or remove it."
+                )
 
 
 def _checked(experts: nn.Module, found: list[tuple[str, ParamWrapper]]) -> AdaptedExperts:

@@ -154,6 +154,10 @@ class DeferredWeights:
     def __bool__(self) -> bool:
         return self._needed
 
+    def holds(self, name: str) -> bool:
+        """Whether a parameter, by its qualified name, is among them."""
+        return _plain(name) in self._sources
+
     def fill(self, model: nn.Module) -> int:
         """Read this rank's part of every weight into the model, sharded by now. Collective, on all ranks or none.
 
