@@ -161,7 +161,7 @@ def test_an_adapter_is_shown_but_is_no_model_to_export(tmp_path, capsys):
     (tmp_path / "adapter_config.json").write_text("{}")
     status, shown = run(capsys, "inspect", tmp_path)
     assert status == 0 and "kind         PEFT adapter" in shown and "parameters   8 in 1 tensors" in shown
-    with pytest.raises(CheckpointError, match="merge_and_unload"):
+    with pytest.raises(CheckpointError, match="--merge"):
         export(tmp_path, str(tmp_path / "out"))
 
 

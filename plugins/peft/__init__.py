@@ -5,5 +5,17 @@ Checked on peft 0.21.2.
 
 from expertmesh_plugins.peft.experts import adapted_experts, as_stored
 from expertmesh_plugins.peft.folder import holds_adapters, load_adapters, save_adapters
+from expertmesh_plugins.peft.merge import PeftAdaptation, base_of, load_adapter
+from expertmesh_plugins.peft.per_expert import write_per_expert
 
-__all__ = ["adapted_experts", "as_stored", "holds_adapters", "load_adapters", "save_adapters"]
+__all__ = [
+    "PeftAdaptation",
+    "adapted_experts",
+    "as_stored",
+    "base_of",
+    "holds_adapters",
+    "load_adapter",
+    "load_adapters",
+    "save_adapters",
+    "write_per_expert",
+]

@@ -169,9 +169,9 @@ def _mergers(base: nn.Module) -> Iterator[tuple[str, _Merger]]:
         if isinstance(module, ParamWrapper):
             stacked = module.get_param().ndim > 2
             merger = _Stack(module) if stacked else _Layer(module, module.parameter_name)
-            yield f"{_base_name(name)}.{module.parameter_name}", merger
+            yield f"{base_name(name)}.{module.parameter_name}", merger
         elif isinstance(module, LoraLayer):
-            yield f"{_base_name(name)}.weight", _Layer(module, "weight")
+            yield f"{base_name(name)}.weight", _Layer(module, "weight")
 
 
 def _replaced(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -185,10 +185,10 @@ def _replaced(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in base.named_parameters():
         own = name.startswith(adapters) and ".base_layer." not in name
         if not own and not tensor.is_meta and ".lora_" not in name:
-            yield _base_name(name), tensor.detach()
+            yield base_name(name), tensor.detach()
 
 
-def _base_name(name: str) -> str:
+def base_name(name: str) -> str:
     """A module's or parameter's name in the base model, from that in the wrapped one."""
     return ".".join(part for part in name.split(".") if part != "base_layer")
 

@@ -23,6 +23,10 @@ commands:
           what a checkpoint or model folder holds, and whether it is complete; --verify reads and checks every byte
   export CHECKPOINT OUT [--dtype bf16|fp16|fp32] [--max-shard-size 5GB] [--config MODEL] [--overwrite]
           write a checkpoint's model alone, as a Hugging Face folder or to a URL like s3://bucket/model
+  export ADAPTER OUT --merge [--base MODEL] [--dtype bf16|fp16|fp32] [--max-shard-size 5GB] [--overwrite]
+          write the model that a LoRA adapter makes of its base model, which is never held whole
+  export ADAPTER OUT --adapter-format per_expert [--base MODEL] [--overwrite]
+          write an adapter of stacked experts as one for each expert and linear, for servers that want those
   doctor  what is installed, whether the launch hook is active, which dispatchers and computes work here
 
 examples:
@@ -30,6 +34,7 @@ examples:
   expertmesh finetune launch_configs/quickstart.yaml --config launch_configs/ep2_cpu.yaml --max_steps 50
   expertmesh inspect outputs/run/checkpoint-500
   expertmesh export outputs/run/checkpoint-500 outputs/model --dtype bf16
+  expertmesh export outputs/lora/checkpoint-500 outputs/merged --merge
   expertmesh doctor
 
 `expertmesh finetune --help` lists the keys of a recipe."""
@@ -116,31 +121,60 @@ def inspect(arguments: Sequence[str]) -> int:
 
 
 def export(arguments: Sequence[str]) -> int:
-    """Write a checkpoint's model as a Hugging Face folder."""
-    parser = _parser("export", "Write a checkpoint's model alone, as a Hugging Face folder.")
-    parser.add_argument("checkpoint", type=Path, help="of expertmesh or Accelerate's FSDP2, or a Hugging Face model")
+    """Write a checkpoint's model as a Hugging Face folder, merge an adapter, or write it in another layout."""
+    parser = _parser("export", "Write a checkpoint's model alone, as a Hugging Face folder; or merge an adapter.")
+    parser.add_argument(
+        "checkpoint", type=Path, help="of expertmesh or Accelerate's FSDP2, a Hugging Face model, or a PEFT adapter"
+    )
     parser.add_argument("output", help="a folder, or a URL that fsspec knows, like s3://bucket/model")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="default: as it is stored")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a weight file; default: 5GB")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="of a weight file; default: 5GB")
     parser.add_argument("--config", metavar="MODEL", help="folder or hub name, if the checkpoint has no config.json")
+    parser.add_argument("--merge", action="store_true", help="merge a LoRA adapter into its base model")
+    parser.add_argument("--adapter-format", choices=("per_expert",), help="one adapter for each expert and linear")
+    parser.add_argument("--base", metavar="MODEL", help="the adapter's base model, if not the one that it names")
     parser.add_argument("--overwrite", action="store_true", help="replace the model that the output holds")
     given = parser.parse_args(arguments)
-    from expertmesh.checkpoint.export import DTYPES, export
+    _refuse_together(given)
+    from expertmesh.checkpoint.export import DTYPES, export, export_merged, export_per_expert
     from expertmesh.checkpoint.object_store import FALLBACK, is_url
     from expertmesh.checkpoint.sizes import parse_size
 
+    if given.adapter_format:
+        loadable = export_per_expert(given.checkpoint, given.output, base=given.base, overwrite=given.overwrite)
+        print(f"saved to {given.output}")
+        if not loadable:
+            print("PEFT would leave out what is for single experts of this model: keep the original adapter for it.")
+        return 0
     if is_url(given.output):
         print(f"{given.output}: {FALLBACK}.")
-    export(
-        given.checkpoint,
-        given.output,
-        dtype=DTYPES.get(given.dtype),
-        config=given.config,
-        max_shard_size=parse_size(given.max_shard_size),
-        overwrite=given.overwrite,
-    )
+    options = {
+        "dtype": DTYPES.get(given.dtype),
+        "max_shard_size": parse_size(given.max_shard_size or "5GB"),
+        "overwrite": given.overwrite,
+    }
+    if given.merge:
+        export_merged(given.checkpoint, given.output, base=given.base, **options)
+    else:
+        export(given.checkpoint, given.output, config=given.config, **options)
     print(f"saved to {given.output}")
     return 0
+
+
+def _refuse_together(given: argparse.Namespace) -> None:
+    """Refuse options of `export` that would mean nothing."""
+    form = "--merge" if given.merge else "--adapter-format" if given.adapter_format else None
+    others = {"--adapter-format": given.adapter_format} if given.merge else {}
+    if form is None:
+        others = {"--base": given.base}
+    else:
+        others["--config"] = given.config
+    if form == "--adapter-format":
+        others |= {"--dtype": given.dtype, "--max-shard-size": given.max_shard_size}
+    wrong = [option for option, value in others.items() if value is not None]
+    if wrong:
+        where = f"together with {form}" if form else "without --merge or --adapter-format"
+        raise ConfigError(f"{', '.join(wrong)} means nothing {where}: leave it out.")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,7 +1,9 @@
-"""From a checkpoint to a Hugging Face model folder without training state, in any dtype, on one process.
+"""From a checkpoint to a Hugging Face model folder without training state, in any dtype, on one process; or from an
+adapter to such a folder, merged into its base model, or to an adapter folder in another layout.
 
 Tensors pass through memory in parts, so a model of any size needs about `PEAK_BYTES` beside the libraries. A DCP folder
-needs the tensors of one layer's experts on top, because only whole ones can be taken out of it.
+needs the tensors of one layer's experts on top, because only whole ones can be taken out of it. Merging needs the
+adapter on top, and what one of the largest adapted matrices takes.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,13 +29,15 @@ from expertmesh.checkpoint.architecture import model_without_weights, read_confi
 from expertmesh.checkpoint.dcp import MODEL_FOLDER
 from expertmesh.checkpoint.file_io import CHUNK, bytes_of
 from expertmesh.checkpoint.manifest import MANIFEST, Manifest, describe_files, file_checksum
+from expertmesh.checkpoint.merged_stream import MergedStream
 from expertmesh.checkpoint.object_store import ObjectStoreFolder, in_file_order, is_url
 from expertmesh.checkpoint.publish import Publication, resolve
 from expertmesh.checkpoint.safetensors_format import INDEX_FILE, PlannedFile, PlannedTensor, index_json, plan_files
-from expertmesh.checkpoint.stored_weights import StoredWeights, read_weights
+from expertmesh.checkpoint.stored_weights import ADAPTER_FILE, StoredWeights, read_weights
 from expertmesh.checkpoint.tensor_streams import DcpStream, SafetensorsStream, TensorStream
 from expertmesh.checkpoint.writer import MAX_SHARD_SIZE
 from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.plugins import load_plugin
 
 # One part as it is read, cast, and compared after the cast.
 PEAK_BYTES = 8 * CHUNK
@@ -42,7 +46,9 @@ _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _CONFIG = "config.json"
 # What a model folder has beside its weights: configurations, tokenizers, own code.
 _COMPANIONS = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja", "*.py", "additional_chat_templates/*")
-_NO_COMPANIONS = (MANIFEST, INDEX_FILE, _CONFIG, "trainer_state.json", "pytorch_model.bin.index.json")
+_NO_COMPANIONS = (
+    MANIFEST, INDEX_FILE, _CONFIG, "adapter_config.json", "trainer_state.json", "pytorch_model.bin.index.json",
+)  # fmt: skip
 
 
 def export(
@@ -70,26 +76,133 @@ def export(
         ConfigError: the output is not empty or is the checkpoint, or there is no configuration.
         CheckpointError: the checkpoint is damaged or cannot be exported so; `output` is what it was.
     """
-    checkpoint = resolve(checkpoint)
-    if not checkpoint.is_dir():
-        raise ConfigError(f"there is no folder {str(checkpoint)!r}: correct the path.")
+    checkpoint = _existing(checkpoint)
     _refuse_output(checkpoint, output, overwrite)
     weights = read_weights(checkpoint)
     if weights.form == "adapter":
         raise CheckpointError(
-            f"{checkpoint} holds a PEFT adapter and no model: load it with PEFT, merge_and_unload(), and save that."
+            f"{checkpoint} holds a PEFT adapter and no model: pass --merge to merge it into its base."
         )
-    with tempfile.TemporaryDirectory() as temporary:
-        companions = Path(temporary)
-        _collect_companions(checkpoint, config, companions)
-        stream = _open(checkpoint, weights, companions)
-        planned = _plan(stream, companions, dtype)
-        _adapt_config(companions / _CONFIG, planned, dtype)
-        files = plan_files(planned, max_shard_size)
-        if is_url(output):
-            _write_to_url(stream, files, companions, ObjectStoreFolder(output))
-        else:
-            _write_folder(stream, files, companions, Path(output), _noted(checkpoint))
+    with _companions_of(checkpoint, None if config is None else _hub_folder(config, "--config")) as companions:
+        _export(_open(checkpoint, weights, companions), _noted(checkpoint), companions, output, dtype, max_shard_size)
+
+
+def export_merged(
+    adapter: Path,
+    output: str,
+    *,
+    base: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+    overwrite: bool = False,
+) -> None:
+    """Write the model that an adapter makes of its base, tensor by tensor. See `export`.
+
+    Every tensor has the name and, without `dtype`, the dtype that the base has it under. Tokenizer files come from the
+    adapter's folder if it has some.
+
+    Args:
+        adapter: a folder that PEFT wrote, or a checkpoint of expertmesh that holds adapters.
+        output: a folder, or a URL that fsspec knows.
+        base: a folder or a model's name on the Hub; default: the one that the adapter's configuration names.
+        dtype: as in `export`, after merging.
+        max_shard_size: of a weight file, in bytes.
+        overwrite: replace the model that `output` holds.
+
+    Raises:
+        ConfigError: the output is not empty, or is what is read; or there is no such base.
+        CheckpointError: the adapter cannot be merged, or into another base; or one of both is damaged. Nothing has been
+            written, except where damage of the base is found by a checksum on the way; `output` is what it was.
+    """
+    adapter = _existing_adapter(adapter)
+    folder = _base_folder(adapter, base, weights=True)
+    for read in (adapter, folder):
+        _refuse_output(read, output, overwrite)
+    weights = read_weights(folder)
+    if weights.form != "model":
+        raise CheckpointError(f"{folder} is no base model in safetensors: export it to a model first.")
+    with _companions_of(adapter, folder) as companions:
+        if "quantization_config" in json.loads((companions / _CONFIG).read_text(encoding="utf-8")):
+            raise CheckpointError(f"the weights of the base {folder} are quantized, and nothing can be added to them.")
+        model = model_without_weights(read_config(companions))
+        peft = load_plugin("peft")
+        adaptation = peft.PeftAdaptation(peft.load_adapter(model, adapter))
+        stream = SafetensorsStream(weights.stored, _noted(folder).tensors)
+        merged = MergedStream(stream, weights.stored, model, adaptation)
+        _export(merged, _noted(adapter), companions, output, dtype, max_shard_size)
+
+
+def export_per_expert(adapter: Path, output: str, *, base: str | None = None, overwrite: bool = False) -> bool:
+    """Write an adapter of stacked experts as one for each expert, under the names that the model is published with.
+
+    Args:
+        adapter: a folder that PEFT wrote, or a checkpoint of expertmesh that holds adapters.
+        output: a folder.
+        base: a folder or a model's name on the Hub, of which the configuration is read; default: the one that the
+            adapter's configuration names.
+        overwrite: replace what a checkpoint left in `output`.
+
+    Returns:
+        Whether PEFT itself can load the result, which it can for some families.
+
+    Raises:
+        ConfigError: as in `export_merged`, or `output` is a URL.
+        CheckpointError: the adapter does not fit, has no stacked experts, or the model is published with stacks.
+    """
+    adapter = _existing_adapter(adapter)
+    if is_url(output):
+        raise ConfigError(f"{output} is a URL: export the adapter to a folder, and copy that.")
+    _refuse_output(adapter, output, overwrite)
+    model = model_without_weights(read_config(_base_folder(adapter, base, weights=False)))
+    with Publication(Path(output)) as publication:
+        folder = publication.folder
+        loadable = load_plugin("peft").write_per_expert(model, adapter, folder)
+        _copy_companions(adapter, folder)
+        source = _noted(adapter)
+        Manifest(_versions(), source.mesh, source.step, {}, describe_files(folder)).write(folder)
+    return loadable
+
+
+def _export(
+    stream: TensorStream,
+    source: Manifest,
+    companions: Path,
+    output: str,
+    dtype: torch.dtype | None,
+    max_shard_size: int,
+) -> None:
+    planned = _plan(stream, companions, dtype)
+    _adapt_config(companions / _CONFIG, planned, dtype)
+    files = plan_files(planned, max_shard_size)
+    if is_url(output):
+        _write_to_url(stream, files, companions, ObjectStoreFolder(output))
+    else:
+        _write_folder(stream, files, companions, Path(output), source)
+
+
+def _existing(folder: Path) -> Path:
+    folder = resolve(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {str(folder)!r}: correct the path.")
+    return folder
+
+
+def _existing_adapter(folder: Path) -> Path:
+    folder = _existing(folder)
+    if not (folder / ADAPTER_FILE).is_file():
+        raise CheckpointError(f"{folder} holds no PEFT adapter: there is no {ADAPTER_FILE}.")
+    _check_files(folder, lambda path: path.name == ADAPTER_FILE)
+    return folder
+
+
+def _base_folder(adapter: Path, base: str | None, weights: bool) -> Path:
+    name, revision = (base, None) if base is not None else load_plugin("peft").base_of(adapter)
+    if name is None:
+        raise ConfigError(f"{adapter} does not say which base model it is for: name it with --base.")
+    folder = _hub_folder(name, "--base" if base is not None else f"the base model of {adapter},", weights, revision)
+    if not (folder / _CONFIG).is_file():
+        raise ConfigError(f"{folder} has no {_CONFIG}, so it is no base model: name one with --base.")
+    return folder
 
 
 def _write_folder(
@@ -100,8 +213,11 @@ def _write_folder(
         shutil.copytree(companions, folder, dirs_exist_ok=True)
         tensors = _write_weights(stream, files, lambda name: (folder / name).open("wb"))
         (folder / INDEX_FILE).write_text(index_json(files))
-        versions = {package: version(package) for package in ("expertmesh", "torch", "transformers")}
-        Manifest(versions, source.mesh, source.step, tensors, describe_files(folder)).write(folder)
+        Manifest(_versions(), source.mesh, source.step, tensors, describe_files(folder)).write(folder)
+
+
+def _versions() -> dict[str, str]:
+    return {package: version(package) for package in ("expertmesh", "torch", "transformers")}
 
 
 def _write_to_url(stream: TensorStream, files: list[PlannedFile], companions: Path, folder: ObjectStoreFolder) -> None:
@@ -160,16 +276,16 @@ def _kept_in_float32(companions: Path, dtype: torch.dtype) -> Callable[[str], bo
 
 def _open(checkpoint: Path, weights: StoredWeights, companions: Path) -> TensorStream:
     if weights.form == "dcp":
-        _check_dcp_files(checkpoint)
+        _check_files(checkpoint, lambda path: path.parent.name == MODEL_FOLDER)
         return DcpStream(checkpoint, weights.tensors, model_without_weights(read_config(companions)))
     return SafetensorsStream(weights.stored, _noted(checkpoint).tensors)
 
 
-def _check_dcp_files(checkpoint: Path) -> None:
-    """A DCP folder's tensors have no checksums of their own; its files have, if expertmesh wrote it."""
+def _check_files(checkpoint: Path, chosen: Callable[[Path], bool]) -> None:
+    """The tensors of a DCP folder or an adapter have no checksums of their own; files that expertmesh wrote have."""
     for name, entry in _noted(checkpoint).files.items():
         path = checkpoint / name
-        if path.parent.name == MODEL_FOLDER and entry.crc32 not in (None, file_checksum(path)):
+        if chosen(path) and entry.crc32 not in (None, file_checksum(path)):
             raise CheckpointError(f"{path} was damaged since it was written: its checksum differs.")
 
 
@@ -191,18 +307,26 @@ def _refuse_output(checkpoint: Path, output: str, overwrite: bool) -> None:
         raise ConfigError(f"{output} is not empty: name another folder, or pass --overwrite to replace its model.")
 
 
-def _collect_companions(checkpoint: Path, config: str | None, target: Path) -> None:
-    """Put what a model folder has beside its weights into `target`."""
-    given = None if config is None else _config_folder(config)
-    for folder in (given, checkpoint):
-        for path in () if folder is None else _companions(folder):
-            copy = target / path.relative_to(folder)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, copy)
+@contextmanager
+def _companions_of(checkpoint: Path, given: Path | None) -> Iterator[Path]:
+    """A folder with what a model folder has beside its weights; its configuration is the given folder's, if any."""
     source = (given or checkpoint) / _CONFIG
     if not source.is_file():
         raise ConfigError(f"{source.parent} has no {_CONFIG}: pass --config with a folder or a model's name that has.")
-    shutil.copyfile(source, target / _CONFIG)
+    with tempfile.TemporaryDirectory() as temporary:
+        target = Path(temporary)
+        for folder in (given, checkpoint):
+            if folder is not None:
+                _copy_companions(folder, target)
+        shutil.copyfile(source, target / _CONFIG)
+        yield target
+
+
+def _copy_companions(folder: Path, target: Path) -> None:
+    for path in _companions(folder):
+        copy = target / path.relative_to(folder)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
 
 
 def _companions(folder: Path) -> Iterator[Path]:
@@ -210,14 +334,15 @@ def _companions(folder: Path) -> Iterator[Path]:
         yield from (path for path in folder.glob(pattern) if path.is_file() and path.name not in _NO_COMPANIONS)
 
 
-def _config_folder(config: str) -> Path:
-    if Path(config).is_dir():
-        return Path(config)
+def _hub_folder(name: str, what: str, weights: bool = False, revision: str | None = None) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    patterns = [*_COMPANIONS, "*.safetensors"] if weights else list(_COMPANIONS)
     try:
-        return Path(snapshot_download(config, allow_patterns=list(_COMPANIONS)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"--config {config!r} is no folder, and no model on the Hub: {reason}") from error
+        raise ConfigError(f"{what} {name!r} is no folder, and no model on the Hub: {reason}") from error
 
 
 def _adapt_config(path: Path, planned: list[PlannedTensor], dtype: torch.dtype | None) -> None:
