@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft.utils import ModulesToSaveWrapper
 from processes import clean_environment
 from ranks.models import VOCABULARY, build, randomize
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from expertmesh import cli
+from expertmesh.checkpoint import Checkpoint
 from expertmesh.checkpoint.export import PEAK_BYTES, export, export_merged, export_per_expert
 from expertmesh.checkpoint.inspection import inspect, verify
 from expertmesh.errors import CheckpointError, ConfigError
@@ -65,7 +67,7 @@ def make(folder: Path, family: str = "qwen3_moe", dtype: torch.dtype = torch.flo
     # Some weights are kept in float32, whatever the file says.
     base.save_pretrained(folder / "base")
     model = get_peft_model(base, LoraConfig(**{"r": 4, "lora_alpha": 8, "init_lora_weights": False, **lora}))
-    for wrapped in (module for module in model.modules() if hasattr(module, "modules_to_save")):
+    for wrapped in (module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)):
         randomize(wrapped.modules_to_save)
     model.save_pretrained(folder / "adapter")
     return model.eval()
@@ -160,6 +162,36 @@ def test_the_command_line_merges_and_keeps_what_belongs_to_a_model(tmp_path, cap
         cli.export(arguments)
     assert cli.export([*arguments, "--overwrite", "--base", str(tmp_path / "base")]) == 0
     assert weights_of(tmp_path / "out")["lm_head.weight"].dtype == torch.float32
+
+
+def test_a_checkpoint_of_adapters_is_merged_unless_it_is_damaged(tmp_path):
+    model = make(tmp_path, **EXPERTS)
+    checkpoint = tmp_path / "checkpoint-3"
+    with Checkpoint(checkpoint) as writing:
+        writing.add_model(model)
+        writing.commit(step=3)
+    export_merged(checkpoint, str(tmp_path / "out"))
+    assert_merged(tmp_path, tmp_path / "out")
+    assert inspect(tmp_path / "out").step == 3
+    path = checkpoint / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    for form in (export_merged, export_per_expert):
+        with pytest.raises(CheckpointError, match=r"adapter_model.safetensors was damaged"):
+            form(checkpoint, str(tmp_path / "other"))
+
+
+def test_a_damaged_base_is_noticed_on_the_way(tmp_path):
+    make(tmp_path, **EXPERTS)
+    export(tmp_path / "base", str(tmp_path / "noted"))
+    (path,) = (tmp_path / "noted").glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="was damaged since it was written"):
+        export_merged(tmp_path / "adapter", str(tmp_path / "out"), base=str(tmp_path / "noted"))
+    assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.parametrize(
@@ -258,8 +290,8 @@ BAD = {
     "rank 0": (rank_of_zero, "`r` should be a positive integer"),
     "quantized": (base_in_quants, "quantized"),
     "no JSON": (unreadable_config, r"adapter_config.json cannot be read"),
-    "misshapen base": (base_of_another_size, r"the base's shape: model.layers.0.mlp.experts.gate_up_proj"),
-    "incomplete base": (base_with_a_hole, r"not in the base model's files: model.layers.0.self_attn.q_proj.weight"),
+    "misshapen base": (base_of_another_size, r"the model's shape: model.layers.0.mlp.experts.gate_up_proj"),
+    "incomplete base": (base_with_a_hole, r"not in its files: model.layers.0.self_attn.q_proj.weight"),
 }
 
 
@@ -296,16 +328,19 @@ def test_what_is_no_adapter_or_no_base_is_refused(tmp_path):
 
 def test_merging_never_holds_the_model_or_a_stack(tmp_path):
     program = (
-        "import resource, sys; from pathlib import Path; from expertmesh.checkpoint.export import export_merged\n"
+        "import sys; from pathlib import Path; from expertmesh.checkpoint import Checkpoint
+from expertmesh.checkpoint.export import export_merged\n"
         "folder = Path(sys.argv[1]); export_merged(folder / 'adapter', str(folder / 'out'))\n"
-        "print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        # Unlike ru_maxrss, not what the process was forked from.
+        "status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
+        "print(1024 * int(status['VmHWM'].split()[0]))"
     )
-    # Stacks of 128 MB and 64 MB.
     sizes = {"small": {}, "large": {"hidden_size": 256, "intermediate_size": 1024, "num_local_experts": 64}}
+    stack = 64 * 256 * 2 * 1024 * 4
     peaks = {}
     for size, changes in sizes.items():
         (tmp_path / size).mkdir()
-        model = build("gpt_oss", **changes)
+        model = build("gpt_oss", num_hidden_layers=1, layer_types=["full_attention"], **changes)
         model.save_pretrained(tmp_path / size / "base")
         config = LoraConfig(r=1, init_lora_weights=False, **EXPERTS)
         model.name_or_path = str(tmp_path / size / "base")
@@ -315,8 +350,8 @@ def test_merging_never_holds_the_model_or_a_stack(tmp_path):
             command, env=clean_environment(), capture_output=True, text=True, check=True, timeout=120
         )
         peaks[size] = int(finished.stdout)
-    assert sum(path.stat().st_size for path in (tmp_path / "large" / "out").glob("*.safetensors")) > 3 * PEAK_BYTES
-    assert peaks["large"] - peaks["small"] < PEAK_BYTES, peaks
+    assert sum(path.stat().st_size for path in (tmp_path / "large" / "out").glob("*.safetensors")) > 1.5 * stack
+    assert peaks["large"] - peaks["small"] < min(stack, PEAK_BYTES) / 2, peaks
 
 
 LINEARS = {

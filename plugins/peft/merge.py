@@ -93,8 +93,9 @@ class PeftAdaptation:
     def __init__(self, model: PeftModel) -> None:
         base = model.get_base_model()
         self._mergers = dict(_mergers(base))
-        self._replaced = dict(_replaced(base))
-        _refuse_untying(base, self._replaced)
+        saved = dict(_saved_modules(base))
+        _refuse_untying(base, saved)
+        self._replaced = dict(_trained_base(base)) | saved
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._replaced.items()}
         self.shapes |= {name: merger.shape for name, merger in self._mergers.items()}
         self.indivisible = frozenset(name for name, merger in self._mergers.items() if isinstance(merger, _Layer))
@@ -174,17 +175,26 @@ def _mergers(base: nn.Module) -> Iterator[tuple[str, _Merger]]:
             yield f"{base_name(name)}.weight", _Layer(module, "weight")
 
 
-def _replaced(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What the adapter brings along in place of the base's own: saved modules, biases, embeddings."""
-    wrappers = {name: module for name, module in base.named_modules() if isinstance(module, ModulesToSaveWrapper)}
-    for name, wrapper in wrappers.items():
-        for own_name, tensor in wrapper.modules_to_save[ADAPTER].state_dict().items():
-            yield f"{name}.{own_name}", tensor
-    tuners = [name for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)]
-    adapters = (*(f"{name}." for name in tuners), *(f"{name}." for name in wrappers))
+def _saved_modules(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of modules that the adapter has a copy of (`modules_to_save`)."""
+    for name, module in base.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            for own_name, tensor in module.modules_to_save[ADAPTER].state_dict().items():
+                yield f"{name}.{own_name}", tensor
+
+
+def _trained_base(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The base's own parameters that the adapter's file has values for: trained biases, embeddings.
+
+    Only what the file is for has elements (`_give_memory`).
+    """
+    inside = tuple(
+        f"{name}.{part}."
+        for name, module in base.named_modules()
+        for part in (*getattr(module, "adapter_layer_names", ()), "modules_to_save")
+    )
     for name, tensor in base.named_parameters():
-        own = name.startswith(adapters) and ".base_layer." not in name
-        if not own and not tensor.is_meta and ".lora_" not in name:
+        if not tensor.is_meta and not name.startswith(inside):
             yield base_name(name), tensor.detach()
 
 
@@ -259,9 +269,9 @@ def _doubtful_layout(model: PeftModel, folder: Path) -> str:
     return f" {doubt}this may be such an adapter."
 
 
-def _refuse_untying(base: PreTrainedModel, replaced: Mapping[str, Tensor]) -> None:
+def _refuse_untying(base: PreTrainedModel, saved: Mapping[str, Tensor]) -> None:
     for name, source in (getattr(base, "all_tied_weights_keys", None) or {}).items():
-        values = [replaced.get(name), replaced.get(source)]
+        values = [saved.get(name), saved.get(source)]
         if all(value is None for value in values):
             continue
         if any(value is None for value in values) or not torch.equal(*values):

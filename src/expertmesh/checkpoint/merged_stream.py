@@ -78,8 +78,9 @@ class MergedStream:
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
         plan = trace_load(model, stored)
         misshapen = {name for name, _, _ in plan.misshapen}
-        _refuse("not stored with the base's shape", adaptation.shapes.keys() & misshapen)
-        _refuse("not in the base model's files", adaptation.shapes.keys() - plan.tensors.keys())
+        misshapen |= {name for name, tensor in plan.tensors.items() if not _is_complete(tensor)}
+        _refuse("not stored with the model's shape", adaptation.shapes.keys() & misshapen)
+        _refuse("not in its files", adaptation.shapes.keys() - plan.tensors.keys())
         _refuse(
             "computed from what is stored and not stored itself",
             {name for name in adaptation.shapes if plan.tensors[name].opaque},
@@ -137,6 +138,11 @@ def _gathered(parts: Iterable[Tensor], numel: int, dtype: torch.dtype) -> Iterat
             if filled == numel:
                 yield buffer
                 filled = 0
+
+
+def _is_complete(tensor: TracedTensor) -> bool:
+    """Whether what a tensor is put together of covers it: a stack of unequal matrices is none."""
+    return tensor.opaque or sum(prod(piece.shape) for piece in tensor.pieces) == tensor.numel()
 
 
 def _refuse(reason: str, names: Collection[str]) -> None:
