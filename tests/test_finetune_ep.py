@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from processes import ROOT, Finished, run_command
+from safetensors.torch import load_file
 from test_finetune_run import TINY
 
 from expertmesh.errors import CONFIG_EXIT_CODE, ConfigError
@@ -100,6 +102,58 @@ def test_a_killed_run_is_resumed_on_its_ranks_and_on_one_process_with_the_same_l
     one = run(recipe_file, [sys.executable], 8, "one", *resume)
     assert losses(recipe_file, "one") == pytest.approx(losses(recipe_file, "launched"), rel=1e-4)
     assert perplexities(one) == pytest.approx(perplexities(launched), rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def base(recipe_file):
+    """A model to adapt, and the recipe for it."""
+    finished = run(recipe_file, [sys.executable], 8, "base", "--max_steps", "2", "--eval_fraction", "0")
+    assert finished.returncode == 0, finished.output
+    recipe = yaml.safe_load(recipe_file.read_text())
+    del recipe["model_config"], recipe["tokenizer"]
+    lora = recipe_file.with_name("lora.yaml")
+    lora.write_text(yaml.safe_dump({**recipe, "model": str(recipe_file.with_name("base")), "lora": {"r": 4}}))
+    return lora
+
+
+LORA = ("--save_steps", "3", "--lora.targets", "[attention, experts, router]", "--dtype", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def adapters(base) -> Finished:
+    """An uninterrupted run on two ranks."""
+    return run(base, launcher(), 4, "adapters", *LORA)
+
+
+def test_adapters_learn_and_resume_on_any_mesh_and_stock_peft_reads_them(base, adapters):
+    before, after = perplexities(adapters)
+    assert after < before - 1 and "reloaded by stock PEFT, it says:" in adapters.stdout
+    assert len(re.findall(r"expert imbalance [\d.]+$", adapters.stdout, re.M)) == STEPS
+    output = base.with_name("adapters")
+    assert (output / "tokenizer.json").is_file() and not list(output.glob("model*"))
+    stored = load_file(output / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    assert json.loads((output / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        base.with_name("base")
+    )
+
+    resumed = base.with_name("resumed")
+    shutil.copytree(output / "checkpoint-3", resumed / "checkpoint-3")
+    alone = run(base, [sys.executable], 8, "resumed", *LORA, "--resume", "auto")
+    assert f"resuming from {resumed}/checkpoint-3" in alone.stdout
+    # The base computes in bfloat16.
+    assert losses(base, "resumed") == pytest.approx(losses(base, "adapters"), rel=2e-3)
+    assert perplexities(alone) == pytest.approx((before, after), rel=5e-3)
+
+
+def test_adapters_of_another_rank_are_not_gone_on_from(base, adapters):
+    output = base.with_name("other-rank")
+    shutil.copytree(base.with_name("adapters") / "checkpoint-3", output / "checkpoint-3")
+    options = ("--save_steps", "3", "--resume", "auto", "--lora.r", "8", "--eval_fraction", "0")
+    finished = run(base, launcher(), 4, "other-rank", *options)
+    assert finished.returncode == CONFIG_EXIT_CODE, finished.output
+    (line,) = [line for line in finished.stderr.splitlines() if line.startswith("expertmesh: ")]
+    assert "lora_A.weight is of shape" in line and "step 4/8" not in finished.stdout
 
 
 def test_checkpoints_of_a_launch_without_expert_parallelism_are_refused(recipe_file, monkeypatch):

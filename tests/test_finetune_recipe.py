@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import yaml
 from processes import ROOT
+from ranks.models import build
 
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, ExpertMeshError
+from expertmesh.finetune.adapters import adapt, peft_config
 from expertmesh.finetune.arguments import explained_keys, help_text, read_recipe
+from expertmesh.finetune.lora import LoraRecipe
 
 GOOD = {
     "model_config": {"model_type": "qwen3_moe", "num_experts": 8},
@@ -72,6 +77,20 @@ def test_scientific_notation_without_a_dot_is_a_number_in_the_file_too(recipe_fi
         (("--dtype", "int8"), "choose among float32, bfloat16"),
         (("--lr_schedule", "cosin"), "choose among linear, cosine"),
         (("--model", "somewhere"), "exactly one of `model`"),
+        (("--lora", "{}"), "lora adapts a pretrained `model`"),
+        (("--lora", "true"), "lora must be dict or nothing"),
+        (("--lora.lora_alpha", "8"), "'lora_alpha' is not a key of `lora`: did you mean `alpha`?"),
+        (("--lora.r", "0"), "lora.r must be at least 1"),
+        (("--lora.r", "8.5"), "lora.r must be int"),
+        (("--lora.alpha", "0"), "lora.alpha must be at least 1"),
+        (("--lora.dropout", "1"), "lora.dropout must be at least 0 and less than 1"),
+        (("--lora.dropout", "0.1"), "set `dropout: 0`, or set `targets: [attention]`"),
+        (("--lora.use_dora", "true"), "lora.use_dora works for linear layers only, not for experts"),
+        (("--lora", "{dropout: 0.1, target_parameters: [a]}"), "or drop target_parameters"),
+        (("--lora.targets", "[attention, mlp]"), "lora.targets 'mlp' is unknown: choose among attention, experts"),
+        (("--lora.targets", "[]"), "lora.targets must be a list of names"),
+        (("--lora.target_modules", "[1]"), "lora.target_modules must be a list of names"),
+        (("--lora", "{targets: [experts], target_modules: [q_proj]}"), "say the same thing: remove one"),
         (("--model_config", "null"), "exactly one of `model`"),
         (("--model_config", "{num_experts: 4}"), "needs a model_type"),
         (("--tokenizer", "null"), "has no tokenizer of its own"),
@@ -93,6 +112,67 @@ def test_refusals_name_the_key_and_the_remedy(recipe_file, override, expected):
     assert expected in refusal(recipe_file, *override)
 
 
+def test_adapters_have_defaults_and_may_be_set_one_by_one(recipe_file):
+    pretrained = ("--model", "m", "--model_config", "null", "--tokenizer", "null")
+    assert read_recipe([recipe_file, *pretrained]).lora is None
+    lora = read_recipe([recipe_file, *pretrained, "--lora", "{}"]).lora
+    assert (lora.r, lora.scaled_by, lora.targets) == (16, 32, None)
+    options = ("--lora.r", "8", "--lora.targets", "[attention]", "--lora.dropout", "0.1", "--lora.use_dora", "yes")
+    lora = read_recipe([recipe_file, *pretrained, *options]).lora
+    assert lora == LoraRecipe(r=8, targets=["attention"], dropout=0.1, use_dora=True)
+
+
+SHARED = "shared_experts"
+SELF_ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "parameters"),
+    [
+        ("qwen3_moe", SELF_ATTENTION, {"experts.gate_up_proj", "experts.down_proj", "gate.weight"}),
+        (
+            "nemotron_h",
+            {f"mixer.{name}_proj" for name in "qkvo"},
+            {"experts.up_proj", "experts.down_proj", "gate.weight"}
+            | {f"{SHARED}.{name}_proj.weight" for name in ("up", "down")},
+        ),
+        (
+            "glm4_moe",
+            SELF_ATTENTION,
+            {"experts.gate_up_proj", "experts.down_proj", "gate.weight"}
+            | {f"{SHARED}.{name}_proj.weight" for name in ("gate", "up", "down")},
+        ),
+    ],
+)
+def test_targets_are_found_in_every_family(family, attention, parameters):
+    model = build(family)
+    default = peft_config(model, LoraRecipe())
+    assert set(default.target_modules) == attention
+    assert set(default.target_parameters) == {name for name in parameters if name.startswith("experts.")}
+    has_shared = any(name.startswith(SHARED) for name in parameters)
+    targets = ["attention", "experts", "router", *([SHARED] if has_shared else [])]
+    every = LoraRecipe(targets=targets)
+    config = peft_config(model, every)
+    assert (set(config.target_modules), set(config.target_parameters)) == (attention, parameters)
+    adapt(model, every)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (LoraRecipe(targets=[SHARED]), "Qwen3MoeForCausalLM has no shared_experts"),
+        (LoraRecipe(target_modules=["q_pro"]), "PEFT cannot adapt Qwen3MoeForCausalLM: Target modules"),
+        (LoraRecipe(target_modules=["gate_proj"]), "without also targeting up_proj"),
+        (LoraRecipe(target_modules=["q_proj"], target_parameters=["experts.up"]), "`experts.up` matches no parameter"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:target_parameters=:RuntimeWarning")
+def test_adapters_that_do_not_fit_the_model_are_refused_in_one_line(lora, message):
+    with pytest.raises(ExpertMeshError, match=re.escape(message)) as caught:
+        adapt(build(), lora)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_missing_or_shapeless_recipe_is_refused(tmp_path):
     assert "there is no recipe" in refusal(str(tmp_path / "none.yaml"))
     shapeless = tmp_path / "list.yaml"
@@ -107,8 +187,10 @@ def test_only_a_model_is_ever_overwritten(recipe_file, tmp_path):
     (output / "notes.txt").write_text("mine")
     assert "is not empty" in refusal(recipe_file)
     assert "holds something else than a model" in refusal(recipe_file, "--overwrite", "true")
-    (output / "config.json").write_text("{}")
-    assert read_recipe([recipe_file, "--overwrite", "true"]).overwrite
+    for config in ("config.json", "adapter_config.json"):
+        (output / config).write_text("{}")
+        assert read_recipe([recipe_file, "--overwrite", "true"]).overwrite
+        (output / config).unlink()
 
 
 def test_earlier_checkpoints_are_gone_on_from_or_given_up_explicitly(recipe_file, tmp_path):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.checkpoint.agree import agreed, gather, world
 from expertmesh.checkpoint.shards import LocalShard
-from expertmesh.errors import CheckpointError
+from expertmesh.errors import CheckpointError, some
 
 
 def save_adapters(model: PeftModel, folder: Path) -> None:
@@ -87,6 +87,6 @@ def _refuse_differences(path: Path, stored: safe_open, parameters: dict[str, Ten
     ]
     if differences:
         raise CheckpointError(
-            f"{path} does not fit the model's adapter: {'; '.join(differences)}: "
+            f"{path} does not fit the model's adapter: {some(differences)}: "
             f"resume with the LoraConfig that the checkpoint was trained with."
         )

@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh import ExpertMeshConfig
 from expertmesh.errors import ExpertMeshError
+from expertmesh.finetune.adapters import peft_config
+from expertmesh.finetune.lora import TARGETS, LoraRecipe
 
 REPLICAS = EP = 2
 RANK = 4
@@ -248,9 +250,16 @@ def odd_rank_in_bf16() -> dict[str, object]:
     return worst
 
 
+def every_target(family: str) -> Case:
+    """All that `finetune` has a word for."""
+    config = peft_config(build(family), LoraRecipe(targets=list(TARGETS)))
+    lora = {"target_modules": config.target_modules, "target_parameters": config.target_parameters}
+    return Case(ep=EP, replicas=REPLICAS, family=family, lora=lora)
+
+
 def rewritten_targets() -> dict[str, object]:
     """Names of linears that PEFT turns into target parameters, of twice the rank where two are one weight."""
-    found = {}
+    found = {"all targets of a recipe": compare_with_one_process(every_target("qwen2_moe"))}
     for family, names in {"qwen2_moe": ["gate_proj", "up_proj", "down_proj"], "mixtral": ["w1", "w2", "w3"]}.items():
         found[family] = compare_with_one_process(
             Case(ep=EP, replicas=REPLICAS, family=family, lora={"target_modules": names})

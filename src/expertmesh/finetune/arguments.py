@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-import math
-import types
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import yaml
 
 from expertmesh.errors import ConfigError
 from expertmesh.finetune.recipe import Recipe
+from expertmesh.finetune.values import alternatives, read_values
 
 _USAGE = """\
 Supervised fine-tuning of a Hugging Face causal language model on transformers.Trainer.
@@ -29,6 +27,7 @@ examples:
       --max_steps 50 --output_dir outputs/short
   python -m expertmesh.finetune --model Qwen/Qwen3-30B-A3B --data chats.jsonl --messages_column messages \\
       --packing false --output_dir outputs/chat
+  python -m expertmesh.finetune recipe.yaml --lora.r 32 --lora.targets "[attention, experts, router]"
   python -m expertmesh.finetune recipe.yaml --model_config.num_experts 32 --tokenizer "{train_bpe: 4096}"
 
 keys (in the YAML file, or as --key value; --a.b value sets one entry of a mapping):
@@ -45,7 +44,7 @@ def read_recipe(arguments: Sequence[str]) -> Recipe:
     values = _read_yaml(path) if path else {}
     for key, value in overrides:
         _assign(values, key, value)
-    recipe = Recipe(**_typed(values))
+    recipe = read_values(Recipe, values)
     recipe.validate()
     return recipe
 
@@ -55,10 +54,14 @@ def help_text() -> str:
     return _USAGE + "\n".join(f"  {key:<28} {text}{_shown(default)}" for key, text, default in explained_keys())
 
 
-def explained_keys() -> list[tuple[str, str, object]]:
-    """Every key of a recipe with its explanation and its default."""
-    hints = get_type_hints(Recipe, include_extras=True)
-    return [(item.name, hints[item.name].__metadata__[0], item.default) for item in fields(Recipe)]
+def explained_keys(kind: type = Recipe, prefix: str = "") -> Iterator[tuple[str, str, object]]:
+    """Every key of a recipe, those of nested mappings too, with its explanation and its default."""
+    hints = get_type_hints(kind, include_extras=True)
+    for item in fields(kind):
+        hint = hints[item.name]
+        yield prefix + item.name, hint.__metadata__[0], item.default
+        for nested in filter(is_dataclass, alternatives(hint.__origin__)):
+            yield from explained_keys(nested, f"{prefix}{item.name}.")
 
 
 def _shown(default: object) -> str:
@@ -117,47 +120,3 @@ def _assign(values: dict[str, Any], dotted: str, value: Any) -> None:
         raise ConfigError(f"--{dotted}: `{key}` is {inner!r}, which has no entries: set `{key}` itself.")
     values[key] = inner = dict(inner)
     _assign(inner, rest, value)
-
-
-def refuse_unknown(keys: Iterable[str], known: Sequence[str], where: str) -> None:
-    """Refuse the first key that is not known.
-
-    Raises:
-        ConfigError: names the key and the nearest known one.
-    """
-    for key in keys:
-        if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            hint = f"did you mean `{nearest[0]}`?" if nearest else "nothing is known here."
-            raise ConfigError(f"{key!r} is not a key of {where}: {hint}")
-
-
-def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
-    hints = get_type_hints(Recipe)
-    refuse_unknown(values, list(hints), "a recipe")
-    return {key: _coerce(key, value, _alternatives(hints[key])) for key, value in values.items()}
-
-
-def _alternatives(hint: Any) -> tuple[type, ...]:
-    """`(str, dict, NoneType)` for `str | dict[str, Any] | None`."""
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return tuple(get_origin(option) or option for option in options)
-
-
-def _coerce(key: str, value: Any, accepted: tuple[type, ...]) -> Any:
-    """The value as one of the accepted types. Only `1` and `1e-4` (a text in YAML 1.1) become floats.
-
-    Raises:
-        ConfigError: another type.
-    """
-    if type(value) in accepted:
-        return value
-    if float in accepted and type(value) in (int, str):
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if math.isfinite(number):
-            return number
-    names = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in accepted)
-    raise ConfigError(f"{key} must be {names}, but is {value!r} ({type(value).__name__}): correct it.")

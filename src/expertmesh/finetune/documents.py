@@ -9,8 +9,8 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
 from expertmesh.errors import ConfigError
-from expertmesh.finetune.arguments import refuse_unknown
 from expertmesh.finetune.recipe import FILE_BUILDERS, PYTHON_DOCS, Recipe
+from expertmesh.finetune.values import refuse_unknown
 
 TEXT_SUFFIXES = tuple(suffix for suffix, builder in FILE_BUILDERS.items() if builder == "text")
 

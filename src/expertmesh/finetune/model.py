@@ -6,6 +6,7 @@ import difflib
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -17,8 +18,9 @@ from transformers import (
 )
 
 from expertmesh.errors import ConfigError
-from expertmesh.finetune.arguments import refuse_unknown
+from expertmesh.finetune.adapters import adapt
 from expertmesh.finetune.recipe import Recipe
+from expertmesh.finetune.values import refuse_unknown
 
 
 def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -40,13 +42,21 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrain
     return config
 
 
-def build_model(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
-    """The pretrained weights, or random ones that are equal on every rank."""
+def build_model(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel | PeftModel:
+    """The pretrained weights, with adapters if the recipe has some, or random ones that are equal on every rank.
+
+    Raises:
+        ConfigError, ModelError: the adapters do not fit the model.
+    """
     dtype = getattr(torch, recipe.dtype)
-    if recipe.model is not None:
-        return AutoModelForCausalLM.from_pretrained(recipe.model, config=config, dtype=dtype)
+    if recipe.model is None:
+        set_seed(recipe.seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(recipe.model, config=config, dtype=dtype)
+    if recipe.lora is None:
+        return model
     set_seed(recipe.seed)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return adapt(model, recipe.lora)
 
 
 def _load(name: str) -> PreTrainedConfig:

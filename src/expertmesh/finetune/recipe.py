@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from expertmesh.errors import ConfigError
+from expertmesh.finetune.lora import LoraRecipe
 
 PYTHON_DOCS = "python-docs"
 AUTO, NONE = "auto", "none"
 CHECKPOINT = "checkpoint-"
+MODEL_CONFIGS = ("config.json", "adapter_config.json")
 FILE_BUILDERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _CHOICES = {
     "lr_schedule": ("linear", "cosine", "constant", "constant_with_warmup"),
@@ -40,6 +42,8 @@ class Recipe:
     tokenizer: Annotated[str | dict[str, Any] | None, "folder, hub name, or {train_bpe: SIZE}; default: model's"] = None
     chat_template: Annotated[str | None, "file with a Jinja chat template; default: the tokenizer's"] = None
 
+    lora: Annotated[LoraRecipe | None, "train adapters only: a mapping, {} for all defaults"] = None
+
     data: Annotated[str | None, "file (.txt .md .jsonl .json .parquet), folder, hub name or python-docs"] = None
     data_split: Annotated[str, "split to train on, where the data has splits"] = "train"
     eval_fraction: Annotated[float, "share of the documents, from the end, that is held out; 0: none"] = 0.05
@@ -62,7 +66,9 @@ class Recipe:
     mixed_precision: Annotated[str | None, "compute dtype: no or bf16; default: as launched"] = None
     activation_checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False
 
-    output_dir: Annotated[str | None, "folder for the finished model, in Hugging Face format"] = None
+    output_dir: Annotated[
+        str | None, "folder for the finished model, in Hugging Face format, or for PEFT's adapters"
+    ] = None
     overwrite: Annotated[bool, "replace the model and the checkpoints that output_dir holds"] = False
     save_steps: Annotated[int | None, "steps between two checkpoints; default: no checkpoints"] = None
     save_total_limit: Annotated[int | None, "most checkpoints to keep, the newest; default: all"] = None
@@ -117,6 +123,10 @@ class Recipe:
             _check_train_bpe(self.tokenizer)
         if self.model_config is not None and self.tokenizer is None:
             raise ConfigError("model_config has no tokenizer of its own: set `tokenizer`, e.g. {train_bpe: 4096}.")
+        if self.lora is not None:
+            self.lora.validate()
+            if self.model is None:
+                raise ConfigError("lora adapts a pretrained `model`, not model_config's random weights: remove one.")
         if self.data is None:
             raise ConfigError(f"`data` is missing: give a file, a `datasets` name, or {PYTHON_DOCS}.")
         if self.data == PYTHON_DOCS and self.messages_column is not None:
@@ -146,7 +156,7 @@ class Recipe:
             raise ConfigError(f"output_dir {self.output_dir!r} is a file: name a folder.")
         entries = [path.name for path in output.iterdir()] if output.is_dir() else []
         others = [name for name in entries if not name.startswith(CHECKPOINT)]
-        holds_model = "config.json" in others
+        holds_model = any(name in others for name in MODEL_CONFIGS)
         if not entries or (self.resume != NONE and not holds_model):
             return
         if not others and not self.overwrite:
@@ -158,8 +168,8 @@ class Recipe:
             raise ConfigError(f"output_dir {self.output_dir!r} is not empty: name another, or set `overwrite: true`.")
         if others and not holds_model:
             raise ConfigError(
-                f"output_dir {self.output_dir!r} holds something else than a model (it has no config.json), "
-                f"so `overwrite: true` will not touch it: name another folder."
+                f"output_dir {self.output_dir!r} holds something else than a model (it has no "
+                f"{' and no '.join(MODEL_CONFIGS)}), so `overwrite: true` will not touch it: name another folder."
             )
 
 

@@ -10,6 +10,7 @@ import datasets
 import torch
 import transformers
 from datasets import Dataset
+from peft import PeftModel
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -22,7 +23,7 @@ from transformers import (
 from expertmesh.errors import ConfigError
 from expertmesh.finetune.data import build_rows, can_mask_chats, collator, count_cut_documents
 from expertmesh.finetune.documents import load_documents
-from expertmesh.finetune.export import check_in_stock_process, save_finished
+from expertmesh.finetune.export import check_in_stock_process, reader, save_finished
 from expertmesh.finetune.model import build_config, build_model
 from expertmesh.finetune.perplexity import IGNORED_OUTPUTS, likelihood_per_sequence, perplexity
 from expertmesh.finetune.progress import FinetuneProgress, held_out_perplexities
@@ -32,7 +33,7 @@ from expertmesh.finetune.tokenizer import build_tokenizer
 
 
 def finetune(recipe: Recipe) -> None:
-    """Train, write the model to `output_dir`, and show what it learned. Call it on every rank.
+    """Train, write the model or its adapters to `output_dir`, and show what it learned. Call it on every rank.
 
     Raises:
         ConfigError: the recipe cannot work; nothing was written.
@@ -158,14 +159,17 @@ def save(recipe: Recipe, trainer: Trainer) -> None:
 
 def describe(
     recipe: Recipe,
-    model: PreTrainedModel,
+    model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     train: Dataset,
     held_out: Dataset | None,
 ) -> None:
     """Say what will be trained on what, and what the user may not expect."""
     size = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{type(model).__name__}, {size / 1e6:,.1f} M parameters, vocabulary {len(tokenizer)}")
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    kind = type(model.get_base_model() if recipe.lora else model).__name__
+    adapters = f", {trained / 1e6:,.3g} M of them trained" if recipe.lora else ""
+    print(f"{kind}, {size / 1e6:,.1f} M parameters{adapters}, vocabulary {len(tokenizer)}")
     print(
         f"{len(train):,} sequences to train on, {len(held_out or ()):,} held out, {recipe.sequence_length} tokens each"
     )
@@ -180,4 +184,6 @@ def report(recipe: Recipe, state: TrainerState, sample: str, seconds: float) -> 
     held_out = list(held_out_perplexities(state).values())
     if held_out:
         print(f"held-out perplexity: {held_out[0]:.2f} before, {held_out[-1]:.2f} after")
-    print(f"saved to {recipe.output_dir}, {seconds:.0f} s in all; reloaded by stock Transformers, it says:\n{sample}")
+    print(
+        f"saved to {recipe.output_dir}, {seconds:.0f} s in all; reloaded by stock {reader(recipe)}, it says:\n{sample}"
+    )

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from expertmesh.adapters import find_adapters
 from expertmesh.experts import ExpertsSpec, is_experts
 
 
@@ -23,9 +24,10 @@ class ExpertLoad:
 
     def __init__(self, model: nn.Module) -> None:
         self._counts: list[Tensor] = []
-        for module in model.modules():
+        adapters = find_adapters(model)
+        for name, module in model.named_modules():
             if is_experts(module):
-                self._attach(module)
+                self._attach(module, adapters[name].module if name in adapters else module)
 
     def imbalance(self) -> float:
         """The busiest expert's tokens over the mean expert's, averaged over layers; 1 is perfect balance.
@@ -41,7 +43,7 @@ class ExpertLoad:
             count.zero_()
         return (counts.amax(1) / counts.mean(1)).mean().item()
 
-    def _attach(self, experts: nn.Module) -> None:
+    def _attach(self, experts: nn.Module, called: nn.Module) -> None:
         num_experts = ExpertsSpec.of(experts).num_experts
         count = torch.zeros(num_experts, dtype=torch.int64, device=experts.down_proj.device)
         position = len(self._counts)
@@ -52,4 +54,4 @@ class ExpertLoad:
                 total = self._counts[position] = self._counts[position].to(args[1].device)
                 total += torch.bincount(args[1].reshape(-1), minlength=num_experts)
 
-        experts.register_forward_pre_hook(add)
+        called.register_forward_pre_hook(add)
