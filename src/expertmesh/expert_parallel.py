@@ -15,6 +15,7 @@ from expertmesh.config import ExpertParallelConfig
 from expertmesh.dispatch import TokenDispatcher, build_dispatcher
 from expertmesh.errors import ModelError
 from expertmesh.experts import ExpertsSpec
+from expertmesh.host_memory import untouched
 from expertmesh.mesh import ExpertMesh
 
 
@@ -90,14 +91,14 @@ def shard_by_expert(
         The original Parameters by attribute name.
     """
     originals = {}
-    # Accelerate's CPU is `cpu:0`, to which a conversion from `cpu` would copy.
-    device = torch.device("cpu") if device.type == "cpu" else device
     for name in spec.parameter_names:
         old = getattr(experts, name)
         local = old.detach().chunk(mesh.ep.size(), dim=0)[mesh.ep.get_local_rank()]
         dtype = trainable_dtype if trainable_dtype is not None and old.requires_grad else old.dtype
-        # The copy lets go of the whole weight; of a placeholder for a weight, nothing is there to let go of.
-        local = local.to(device, dtype, copy=not getattr(old, "is_placeholder", False)).contiguous()
+        if getattr(old, "is_placeholder", False) and device.type == "cpu":
+            local = untouched(local.shape, dtype)
+        else:
+            local = local.to(device, dtype, copy=True).contiguous()
         new = nn.Parameter(
             DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False), requires_grad=old.requires_grad
         )

@@ -7,11 +7,8 @@ room, which any sharding code may cut up, and `DeferredWeights.fill` reads each 
 
 from __future__ import annotations
 
-import mmap
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 import torch
@@ -26,13 +23,12 @@ from expertmesh.checkpoint.same_files import Stamp, refuse_changed, refuse_diffe
 from expertmesh.checkpoint.shards import LocalShard
 from expertmesh.checkpoint.trace import TracedTensor
 from expertmesh.errors import CheckpointError
+from expertmesh.host_memory import untouched
 
 # Wrappers put these into the names of what they wrap.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 # The progress bar moves on after so many bytes.
 _BATCH = 256 << 20
-# mman.h; Python 3.11 has no name for it.
-_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 class DeferredLoad:
@@ -114,14 +110,14 @@ def take_placeholders(model: nn.Module, trainable_dtype: torch.dtype | None = No
 
     Collective. The Parameters stay the objects that they are. They get memory of their own that nothing has been
     written to and that takes no room until something is; its elements are zeros until `fill` is called on the result.
-    Sharding code that would copy its part of a weight may keep a view where `is_placeholder` is set on the Parameter.
+    Sharding code need not copy its part of a Parameter whose `is_placeholder` is set; there is nothing to copy.
 
     Args:
         model: not sharded yet.
         trainable_dtype: dtype of the trainable ones (float32 master weights); by default the one they have.
 
     Raises:
-        CheckpointError: the kernel does not grant the address space.
+        ExpertMeshError: the kernel does not grant the address space.
     """
     sources = {}
     for name, parameter in model.named_parameters():
@@ -133,7 +129,7 @@ def take_placeholders(model: nn.Module, trainable_dtype: torch.dtype | None = No
         if source is None:
             parameter.materialize()
             continue
-        parameter.settle(_untouched(source.shape, source.dtype))
+        parameter.settle(untouched(source.shape, source.dtype))
         parameter.is_placeholder = True
         sources[_plain(name)] = source
     return DeferredWeights(sources, any(gather(bool(sources))))
@@ -210,19 +206,6 @@ class DeferredWeights:
 def _with_progress(batches: Sequence[list[str]]) -> Iterable[list[str]]:
     rank, _ = world()
     return tqdm(batches, desc="Reading weights", leave=False) if rank == 0 and len(batches) > 1 else batches
-
-
-def _untouched(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Contiguous memory of its own without a page behind it: reads give zeros, and writes take what they write to."""
-    nbytes = prod(shape) * dtype.itemsize
-    try:
-        memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    except OSError as error:
-        raise CheckpointError(
-            f"the kernel does not grant {nbytes} bytes of address space to a weight of which this rank keeps a part "
-            f"({error.strerror}): lift `ulimit -v` or vm.overcommit_memory=2, or set EXPERTMESH_DEFERRED_LOAD=0."
-        ) from error
-    return torch.frombuffer(memory, dtype=dtype, count=prod(shape)).view(shape)
 
 
 def _keeps_all(narrow: torch.dtype, wide: torch.dtype) -> bool:
