@@ -18,6 +18,8 @@ from transformers.utils.logging import tqdm
 from expertmesh.checkpoint.agree import agreed, gather, world
 from expertmesh.checkpoint.conversion import LoadPlan
 from expertmesh.checkpoint.deferred_tensor import DeferredParameter
+from expertmesh.checkpoint.load import check_against_writer
+from expertmesh.checkpoint.manifest import MANIFEST, Manifest
 from expertmesh.checkpoint.reader import Reading, check_fingerprints, read_shards
 from expertmesh.checkpoint.same_files import Stamp, refuse_changed, refuse_differences
 from expertmesh.checkpoint.shards import LocalShard
@@ -46,6 +48,15 @@ class DeferredLoad:
         """Where one of the plan's tensors is."""
         traced = self.plan.tensors[name]
         return DeferredSource(self, name, tuple(traced.shape), traced.dtype, traced.dtype)
+
+    def noted_checksums(self) -> dict[str, str]:
+        """What the writer of the files noted of their tensors, if it was expertmesh: CRC-32 by stored name."""
+        folders = {path.parent for path in self._stamps}
+        noted: dict[str, str] = {}
+        for folder in folders:
+            if (folder / MANIFEST).is_file():
+                noted.update(Manifest.read(folder).tensors)
+        return noted
 
     def files(self, name: str) -> list[Path]:
         """What one of the plan's tensors is read from."""
@@ -167,6 +178,7 @@ class DeferredWeights:
             for batch in _with_progress(list(self._batches(shards))):
                 load = self._sources[batch[0]].load
                 done.append((batch, load.read({self._sources[name]: shards[name] for name in batch})))
+        self._check_against_writer(done)
         with agreed("load the model"):
             # Looked up anew: what counts is what the model has now.
             shards = self._shards(model)
@@ -174,6 +186,14 @@ class DeferredWeights:
                 own = {self._sources[name].name: shards[name] for name in batch}
                 check_fingerprints(reading.fingerprints, own)
         return sum(reading.nbytes for _, reading in done)
+
+    def _check_against_writer(self, done: Sequence[tuple[list[str], Reading]]) -> None:
+        if len(set(gather(tuple(self._sources)))) > 1:
+            # A script that looked at weights on some ranks only had them read there, unshared and without this check.
+            return
+        for load in dict.fromkeys(source.load for source in self._sources.values()):
+            runs = [run for batch, reading in done if self._sources[batch[0]].load is load for run in reading.runs]
+            check_against_writer(runs, load.noted_checksums(), load.plan.stored)
 
     def _shards(self, model: nn.Module) -> dict[str, LocalShard]:
         parameters = {_plain(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
