@@ -21,6 +21,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from expertmesh.checkpoint.deferred_tensor import DeferredParameter, DeferredTensor
 from expertmesh.errors import CheckpointError
+from expertmesh.host_memory import untouched
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 
@@ -86,6 +87,15 @@ def test_asking_reads_nothing(launched, folder):
     assert deferred(twin) == names
     twin.lm_head.weight.data.zero_()
     assert "lm_head.weight" in deferred(model)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (1000, 1000, 1000, 1000)], ids=str)
+def test_untouched_memory_takes_no_room(shape):
+    tensor = untouched(shape, torch.bfloat16)
+    assert tensor.shape == shape and tensor.is_contiguous() and tensor.dtype == torch.bfloat16
+    if len(shape) == 4:
+        tensor[999, 999, 999] = 1
+        assert tensor[999, 999, 999].sum() == 1000 and tensor[0, 0, 0].sum() == 0
 
 
 TOUCHES = {

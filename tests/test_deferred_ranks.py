@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from test_accelerate import ACCELERATE, EP2
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from expertmesh.checkpoint import save_model
+
 PROGRAM = TESTS / "ranks" / "deferred.py"
 MiB = 1 << 20
 
@@ -181,3 +183,17 @@ def test_untouched_scripts(folder, tmp_path, kind):
     reading, stock = launched(kind, folder, tmp_path / "stock", {"EXPERTMESH_DEFERRED_LOAD": "0"})
     assert (deferring, reading) == (2, 0)
     assert ours and ours == stock
+
+
+def test_a_checkpoint_that_was_damaged_is_not_started_from(tmp_path):
+    model = build()
+    save_model(model, tmp_path / "model")
+    path = next((tmp_path / "model").glob("*.safetensors"))
+    flipped = bytearray(path.read_bytes())
+    flipped[-100] ^= 1
+    path.write_bytes(flipped)
+    script = TESTS / "scripts" / "deferred.py"
+    finished = run_command((*ACCELERATE, *EP2, script, "accelerate", tmp_path / "model", tmp_path / "out"), timeout=150)
+    lines = [line for line in finished.stderr.splitlines() if line.startswith("expertmesh:")]
+    assert finished.returncode and len(lines) == 1, finished.output
+    assert path.name in lines[0] and "damaged" in lines[0]

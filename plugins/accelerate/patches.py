@@ -1,6 +1,7 @@
 """What Accelerate does otherwise where an accelerator's `parallelism_config` is an `ExpertMeshConfig`.
 
-Monkey-patches, checked on accelerate 1.15.0, each with a test in tests/test_checkpoint_accelerate.py:
+Monkey-patches, checked on accelerate 1.15.0, with tests in tests/test_checkpoint_accelerate.py and
+tests/test_deferred_load.py:
 
 - `accelerate.Accelerator.save_state`, `accelerate.Accelerator.load_state`: checkpoints that are Hugging Face models and
   that any mesh can resume, see `checkpoints`.

@@ -18,6 +18,7 @@ from expertmesh.config import ExpertParallelConfig
 from expertmesh.dispatch import TokenDispatcher, build_dispatcher
 from expertmesh.errors import ModelError
 from expertmesh.experts import ExpertsSpec
+from expertmesh.host_memory import untouched
 from expertmesh.mesh import ExpertMesh
 
 
@@ -113,8 +114,6 @@ def shard_by_expert(
     So are the parameters of adapters, with the experts outermost. A rank keeps (and moves to `device`) its own experts
     only. Gradient requirements are kept; parameters that have one are stored in `trainable_dtype` if it is given.
     """
-    # Accelerate's CPU is `cpu:0`, to which a conversion from `cpu` would copy.
-    device = torch.device("cpu") if device.type == "cpu" else device
     own = [AdapterParameter(experts, name, _same, _same) for name in spec.parameter_names]
     return [
         _shard(parameter, mesh, device, trainable_dtype)
@@ -132,8 +131,10 @@ def _shard(
     old = getattr(parameter.owner, parameter.name)
     local = parameter.by_expert(old.detach()).chunk(mesh.ep.size(), dim=0)[mesh.ep.get_local_rank()]
     dtype = trainable_dtype if trainable_dtype is not None and old.requires_grad else old.dtype
-    # The copy lets go of the whole weight; of a placeholder for a weight, nothing is there to let go of.
-    local = local.to(device, dtype, copy=not getattr(old, "is_placeholder", False)).contiguous()
+    if getattr(old, "is_placeholder", False) and device.type == "cpu":
+        local = untouched(local.shape, dtype)
+    else:
+        local = local.to(device, dtype, copy=True).contiguous()
     sharded = DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)
     new = nn.Parameter(sharded, requires_grad=old.requires_grad)
     setattr(parameter.owner, parameter.name, new)

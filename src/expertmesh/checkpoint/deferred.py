@@ -7,11 +7,8 @@ room, which any sharding code may cut up, and `DeferredWeights.fill` reads each 
 
 from __future__ import annotations
 
-import mmap
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 import torch
@@ -21,18 +18,19 @@ from transformers.utils.logging import tqdm
 from expertmesh.checkpoint.agree import agreed, gather, world
 from expertmesh.checkpoint.conversion import LoadPlan
 from expertmesh.checkpoint.deferred_tensor import DeferredParameter
+from expertmesh.checkpoint.load import check_against_writer
+from expertmesh.checkpoint.manifest import MANIFEST, Manifest
 from expertmesh.checkpoint.reader import Reading, check_fingerprints, read_shards
 from expertmesh.checkpoint.same_files import Stamp, refuse_changed, refuse_differences
 from expertmesh.checkpoint.shards import LocalShard
 from expertmesh.checkpoint.trace import TracedTensor
 from expertmesh.errors import CheckpointError
+from expertmesh.host_memory import untouched
 
 # Wrappers put these into the names of what they wrap.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 # The progress bar moves on after so many bytes.
 _BATCH = 256 << 20
-# mman.h; Python 3.11 has no name for it.
-_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 class DeferredLoad:
@@ -50,6 +48,15 @@ class DeferredLoad:
         """Where one of the plan's tensors is."""
         traced = self.plan.tensors[name]
         return DeferredSource(self, name, tuple(traced.shape), traced.dtype, traced.dtype)
+
+    def noted_checksums(self) -> dict[str, str]:
+        """What the writer of the files noted of their tensors, if it was expertmesh: CRC-32 by stored name."""
+        folders = {path.parent for path in self._stamps}
+        noted: dict[str, str] = {}
+        for folder in folders:
+            if (folder / MANIFEST).is_file():
+                noted.update(Manifest.read(folder).tensors)
+        return noted
 
     def files(self, name: str) -> list[Path]:
         """What one of the plan's tensors is read from."""
@@ -114,14 +121,14 @@ def take_placeholders(model: nn.Module, trainable_dtype: torch.dtype | None = No
 
     Collective. The Parameters stay the objects that they are. They get memory of their own that nothing has been
     written to and that takes no room until something is; its elements are zeros until `fill` is called on the result.
-    Sharding code that would copy its part of a weight may keep a view where `is_placeholder` is set on the Parameter.
+    Sharding code need not copy its part of a Parameter whose `is_placeholder` is set; there is nothing to copy.
 
     Args:
         model: not sharded yet.
         trainable_dtype: dtype of the trainable ones (float32 master weights); by default the one they have.
 
     Raises:
-        CheckpointError: the kernel does not grant the address space.
+        ExpertMeshError: the kernel does not grant the address space.
     """
     sources = {}
     for name, parameter in model.named_parameters():
@@ -133,7 +140,7 @@ def take_placeholders(model: nn.Module, trainable_dtype: torch.dtype | None = No
         if source is None:
             parameter.materialize()
             continue
-        parameter.settle(_untouched(source.shape, source.dtype))
+        parameter.settle(untouched(source.shape, source.dtype))
         parameter.is_placeholder = True
         sources[_plain(name)] = source
     return DeferredWeights(sources, any(gather(bool(sources))))
@@ -175,6 +182,7 @@ class DeferredWeights:
             for batch in _with_progress(list(self._batches(shards))):
                 load = self._sources[batch[0]].load
                 done.append((batch, load.read({self._sources[name]: shards[name] for name in batch})))
+        self._check_against_writer(done)
         with agreed("load the model"):
             # Looked up anew: what counts is what the model has now.
             shards = self._shards(model)
@@ -182,6 +190,14 @@ class DeferredWeights:
                 own = {self._sources[name].name: shards[name] for name in batch}
                 check_fingerprints(reading.fingerprints, own)
         return sum(reading.nbytes for _, reading in done)
+
+    def _check_against_writer(self, done: Sequence[tuple[list[str], Reading]]) -> None:
+        if len(set(gather(tuple(self._sources)))) > 1:
+            # A script that looked at weights on some ranks only had them read there, unshared and without this check.
+            return
+        for load in dict.fromkeys(source.load for source in self._sources.values()):
+            runs = [run for batch, reading in done if self._sources[batch[0]].load is load for run in reading.runs]
+            check_against_writer(runs, load.noted_checksums(), load.plan.stored)
 
     def _shards(self, model: nn.Module) -> dict[str, LocalShard]:
         parameters = {_plain(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
@@ -214,19 +230,6 @@ class DeferredWeights:
 def _with_progress(batches: Sequence[list[str]]) -> Iterable[list[str]]:
     rank, _ = world()
     return tqdm(batches, desc="Reading weights", leave=False) if rank == 0 and len(batches) > 1 else batches
-
-
-def _untouched(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Contiguous memory of its own without a page behind it: reads give zeros, and writes take what they write to."""
-    nbytes = prod(shape) * dtype.itemsize
-    try:
-        memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    except OSError as error:
-        raise CheckpointError(
-            f"the kernel does not grant {nbytes} bytes of address space to a weight of which this rank keeps a part "
-            f"({error.strerror}): lift `ulimit -v` or vm.overcommit_memory=2, or set EXPERTMESH_DEFERRED_LOAD=0."
-        ) from error
-    return torch.frombuffer(memory, dtype=dtype, count=prod(shape)).view(shape)
 
 
 def _keeps_all(narrow: torch.dtype, wide: torch.dtype) -> bool:
