@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from expertmesh_plugins.peft import save_adapters
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.utils import ModulesToSaveWrapper
 from processes import clean_environment
@@ -168,7 +169,7 @@ def test_a_checkpoint_of_adapters_is_merged_unless_it_is_damaged(tmp_path):
     model = make(tmp_path, **EXPERTS)
     checkpoint = tmp_path / "checkpoint-3"
     with Checkpoint(checkpoint) as writing:
-        writing.add_model(model)
+        save_adapters(model, writing.folder)
         writing.commit(step=3)
     export_merged(checkpoint, str(tmp_path / "out"))
     assert_merged(tmp_path, tmp_path / "out")
@@ -328,8 +329,7 @@ def test_what_is_no_adapter_or_no_base_is_refused(tmp_path):
 
 def test_merging_never_holds_the_model_or_a_stack(tmp_path):
     program = (
-        "import sys; from pathlib import Path; from expertmesh.checkpoint import Checkpoint
-from expertmesh.checkpoint.export import export_merged\n"
+        "import sys; from pathlib import Path; from expertmesh.checkpoint.export import export_merged\n"
         "folder = Path(sys.argv[1]); export_merged(folder / 'adapter', str(folder / 'out'))\n"
         # Unlike ru_maxrss, not what the process was forked from.
         "status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
