@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -52,21 +52,34 @@ class ArmResult:
 def measure(
     workload: str, arms: Sequence[str], rounds: int, steps_per_round: int, lifetime: float
 ) -> dict[str, ArmResult]:
-    """Start all arms of a workload, let them take turns, and end them."""
-    results = {arm: ArmResult() for arm in arms}
+    """Start all arms of a workload, let them take turns, and end them. The floor computes no real loss."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         saved = Path(folder)
         save_initial_model(WORKLOADS[workload], saved)
         running = {arm: _start(arm, workload, saved, lifetime, stack) for arm in arms}
-        for arm, processes in running.items():
-            results[arm].first_losses = [step.loss for step in processes.run(WARM_UP_STEPS)]
-            processes.forget_peak_memory()
-        _require_equal_losses(results)
-        for turn in range(rounds):
-            for arm in rotated(arms, turn):
-                results[arm].rounds.append(running[arm].run(steps_per_round))
-        for arm, processes in running.items():
-            results[arm].peak_mib = processes.peak_memory_mib()
+        return take_turns(running, set(arms) - {FLOOR}, rounds, steps_per_round)
+
+
+def take_turns(
+    running: Mapping[str, StepProcesses], compared: Collection[str], rounds: int, steps_per_round: int
+) -> dict[str, ArmResult]:
+    """Warm all arms up, then let each run a few steps in every round.
+
+    Args:
+        running: the arms.
+        compared: those that must have the same losses.
+        rounds, steps_per_round: how much is measured.
+    """
+    results = {arm: ArmResult() for arm in running}
+    for arm, processes in running.items():
+        results[arm].first_losses = [step.loss for step in processes.run(WARM_UP_STEPS)]
+        processes.forget_peak_memory()
+    _require_equal_losses({arm: results[arm].first_losses for arm in running if arm in compared})
+    for turn in range(rounds):
+        for arm in rotated(list(running), turn):
+            results[arm].rounds.append(running[arm].run(steps_per_round))
+    for arm, processes in running.items():
+        results[arm].peak_mib = processes.peak_memory_mib()
     return results
 
 
@@ -105,7 +118,7 @@ def table(workload: str, results: dict[str, ArmResult]) -> str:
 
 def _start(arm: str, workload: str, saved: Path, lifetime: float, stack: ExitStack) -> StepProcesses:
     """One arm after the other, so that their peaks while building do not add up."""
-    processes = stack.enter_context(StepProcesses(arm, workload, saved, lifetime))
+    processes = stack.enter_context(StepProcesses(arm, ARMS[arm][1], WORKLOADS[workload], saved, lifetime))
     processes.wait_until_built()
     return processes
 
@@ -114,9 +127,8 @@ def _median_time(steps: Iterable[StepRecord]) -> float:
     return statistics.median(step.milliseconds for step in steps)
 
 
-def _require_equal_losses(results: dict[str, ArmResult]) -> None:
-    """Refuse to compare arms that do not train the same model. The floor computes no real loss."""
-    losses = {arm: result.first_losses for arm, result in results.items() if arm != FLOOR}
+def _require_equal_losses(losses: Mapping[str, Sequence[float]]) -> None:
+    """Refuse to compare arms that do not train the same model."""
     for step in zip(*losses.values(), strict=True):
         if max(step) - min(step) > LOSS_TOLERANCE:
             raise SystemExit(f"the arms do not train the same model, their first losses differ: {losses}")

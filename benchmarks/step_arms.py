@@ -26,6 +26,7 @@ TOP_K = 8
 HEAD_DIM = 64
 
 Step = Callable[[Tensor], Tensor]
+BuildStep = Callable[[Path], Step]
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def floor(saved: Path) -> Step:
     return step
 
 
-ARMS: dict[str, tuple[str, Callable[[Path], Step]]] = {
+ARMS: dict[str, tuple[str, BuildStep]] = {
     "a": ("Accelerate FSDP2, no EP", accelerate_fsdp2),
     "b": ("Transformers EP", transformers_ep),
     "c": ("expertmesh EP", expertmesh_ep),

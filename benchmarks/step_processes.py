@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from arm_processes import ArmProcesses, forget_peak_memory, memory_mib
-from step_arms import ARMS, RANKS, WORKLOADS
+from step_arms import RANKS, BuildStep, Workload
 
 
 class RankStep(NamedTuple):
@@ -41,8 +41,8 @@ class StepRecord:
 class StepProcesses(ArmProcesses):
     """The pair of processes of one arm."""
 
-    def __init__(self, arm: str, workload: str, saved: Path, lifetime: float) -> None:
-        super().__init__(arm, partial(Worker, arm, workload, saved), RANKS, lifetime)
+    def __init__(self, arm: str, build: BuildStep, workload: Workload, saved: Path, lifetime: float) -> None:
+        super().__init__(arm, partial(Worker, build, workload, saved), RANKS, lifetime)
 
     def run(self, steps: int) -> list[StepRecord]:
         """Run some steps, all ranks at once."""
@@ -63,9 +63,8 @@ class StepProcesses(ArmProcesses):
 class Worker:
     """One rank of one arm."""
 
-    def __init__(self, arm: str, workload: str, saved: Path, rank: int) -> None:
-        _, build = ARMS[arm]
-        self._workload = WORKLOADS[workload]
+    def __init__(self, build: BuildStep, workload: Workload, saved: Path, rank: int) -> None:
+        self._workload = workload
         self._rank = rank
         self._step = build(saved)
         self._steps_done = 0
