@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks.families import BUILDERS, build_family
 from ranks.models import FAMILIES
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from expertmesh.checkpoint.boxes import Box
 from expertmesh.checkpoint.checksum import combine_runs
@@ -119,3 +119,15 @@ def test_other_tensors_are_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"missing: .*layers\.2.*another shape: .*experts") as refused:
         plan.refuse_other_tensors(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+def test_one_expert_of_another_shape_is_refused_by_name(tmp_path):
+    build_family("qwen3_moe").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    plan = trace_load(build_family("qwen3_moe"), read_folder(tmp_path))
+    with pytest.raises(CheckpointError, match=r"do not fit each other: model\.layers\.1\.mlp\.experts\.down_proj"):
+        plan.refuse_other_tensors(tmp_path)

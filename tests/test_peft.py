@@ -108,7 +108,8 @@ def stock_logits(base: Path, adapter: Path):
     with torch.no_grad():
         without = model(input_ids=tokens).logits
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            # PEFT warns of adapter weights that it misses or has no place for.
+            warnings.simplefilter("error", UserWarning)
             adapted = PeftModel.from_pretrained(model, adapter)
         merged = adapted.merge_and_unload()
         return {"base": without, "adapted": merged(input_ids=tokens).logits}

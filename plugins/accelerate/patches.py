@@ -6,7 +6,8 @@ tests/test_deferred_load.py:
 - `accelerate.Accelerator.save_state`, `accelerate.Accelerator.load_state`: checkpoints that are Hugging Face models and
   that any mesh can resume, see `checkpoints`.
 - `accelerate.Accelerator.get_state_dict`: adapters of experts as PEFT stores them (tests/test_peft.py).
-- `accelerate.Accelerator.end_training`: first waits for a checkpoint that is written in the background.
+- `accelerate.Accelerator.end_training`: first waits for a checkpoint that is written in the background, and for the
+  other ranks.
 - `accelerate.accelerator.fsdp2_prepare_model`: a model whose weights were left in their files gets them once
   sharded, and trainable weights that ranks drew become equal on all replicas (tests/test_peft_traps.py).
 
@@ -45,6 +46,8 @@ def _is_ours(accelerator: Accelerator) -> bool:
 
 def _end_training(original: Callable[[Accelerator], None], accelerator: Accelerator) -> None:
     wait_for_checkpoints()
+    # A rank must not exit right behind a collective: gloo's threads may still hold its tensors (pytorch#179291).
+    accelerator.wait_for_everyone()
     original(accelerator)
 
 

@@ -91,6 +91,7 @@ def failure_is_raised_later_and_harms_nothing(model, optimizer, folder: Path) ->
         assert "checkpoint-9" in str(error) and "\n" not in str(error)
     else:
         raise AssertionError("the failure was not raised")
+    dist.barrier()
     assert not final.exists() and not final.with_name("checkpoint-9.partial").exists()
     wait_for_checkpoints()
     with Checkpoint(final) as checkpoint:

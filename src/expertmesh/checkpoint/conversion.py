@@ -49,6 +49,7 @@ class LoadPlan:
         missing: names of the model that no file has anything for.
         unexpected: stored names that the model has no place for.
         misshapen: name, stored shape and the model's shape where these differ.
+        unconvertible: names of the model whose stored tensors do not fit each other.
     """
 
     tensors: Mapping[str, TracedTensor]
@@ -57,6 +58,7 @@ class LoadPlan:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     misshapen: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
+    unconvertible: tuple[str, ...] = ()
 
     def refuse_other_tensors(self, folder: Path) -> None:
         """Refuse files that have not exactly the model's tensors.
@@ -65,7 +67,12 @@ class LoadPlan:
             CheckpointError: lists the first names of each kind.
         """
         misshapen = [f"{name} (stored {list(found)}, model {list(own)})" for name, found, own in self.misshapen]
-        kinds = {"missing": self.missing, "not in the model": self.unexpected, "of another shape": misshapen}
+        kinds = {
+            "missing": self.missing,
+            "not in the model": self.unexpected,
+            "of another shape": misshapen,
+            "made of tensors that do not fit each other": self.unconvertible,
+        }
         wrong = [f"{len(names)} {kind}: {some(names)}" for kind, names in kinds.items() if names]
         if wrong:
             raise CheckpointError(
@@ -102,9 +109,10 @@ def trace_load(model: nn.Module, stored: Mapping[str, StoredTensor]) -> LoadPlan
         tensors={name: tensor for name, tensor in tensors.items() if isinstance(tensor, TracedTensor)},
         stored=stored,
         convert=convert,
-        missing=tuple(sorted(loading.missing_keys)),
+        missing=tuple(sorted(loading.missing_keys - loading.conversion_errors.keys())),
         unexpected=tuple(sorted(loading.unexpected_keys)),
         misshapen=tuple(sorted((name, tuple(found), tuple(own)) for name, found, own in loading.mismatched_keys)),
+        unconvertible=tuple(sorted(loading.conversion_errors)),
     )
 
 

@@ -167,6 +167,9 @@ def _unbind(tensor: TracedTensor, dim: int = 0) -> list[TracedTensor]:
 def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
     dim %= tensors[0].ndim
     pieces, extent = [], 0
+    across = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}
+    if len(across) > 1:
+        raise RuntimeError(f"tensors to be joined on dimension {dim} have other shapes across it: {sorted(across)}")
     for tensor in tensors:
         pieces.extend(piece.moved(dim, extent) for piece in tensor.pieces)
         extent += tensor.shape[dim]
@@ -176,6 +179,9 @@ def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
 
 
 def _stack(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
+    shapes = {tuple(tensor.shape) for tensor in tensors}
+    if len(shapes) > 1:
+        raise RuntimeError(f"tensors to be stacked have different shapes: {sorted(shapes)}")
     return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim)
 
 
