@@ -15,7 +15,6 @@ from expertmesh.errors import CONFIG_EXIT_CODE
     [
         ("dense", "LlamaForCausalLM has no routed experts"),
         ("indivisible", "has 7 experts, which ep_size 2 does not divide: set ep_size to one of 1, 7."),
-        ("adapted", "carries PEFT adapters on its expert weights"),
     ],
 )
 def test_a_model_that_cannot_be_spread_ends_the_job_with_one_line(kind, message, tmp_path):
