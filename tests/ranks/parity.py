@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from expertmesh_plugins.peft.experts import adapted_experts, b_as_stored
+from expertmesh_plugins.peft.experts import b_as_stored
 from models import batches, build
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from expertmesh import parallelize
+from expertmesh.adapters import find_adapters
 from expertmesh.config import ExpertParallelConfig
 from expertmesh.experts import find_experts
 
@@ -248,7 +249,7 @@ def _route(model: nn.Module, routing: Routing | None) -> None:
     def reroute(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return args[0], routing(args[1]), args[2]
 
-    adapted = adapted_experts(model)
+    adapted = find_adapters(model)
     for name, experts in find_experts(model).items():
         called = adapted[name].module if name in adapted else experts
         called.register_forward_pre_hook(reroute)

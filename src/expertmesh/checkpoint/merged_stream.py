@@ -79,6 +79,7 @@ class MergedStream:
         plan = trace_load(model, stored)
         misshapen = {name for name, _, _ in plan.misshapen}
         misshapen |= {name for name, tensor in plan.tensors.items() if not _is_complete(tensor)}
+        misshapen |= set(plan.unconvertible)
         _refuse("not stored with the model's shape", adaptation.shapes.keys() & misshapen)
         _refuse("not in its files", adaptation.shapes.keys() - plan.tensors.keys())
         _refuse(
