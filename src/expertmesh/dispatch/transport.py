@@ -3,10 +3,10 @@
 Nothing here is differentiable and nothing here knows about recomputation; `ops.py` makes both out of these three calls.
 For shapes see the legend in `protocol.py`. A transport brings one of two things to the ranks of the experts:
 
-- *tokens* (compact): each received token once, with its routing, `[received, hidden]`, from which the rows are laid out;
+- *tokens* (compact): each received token once, with its routing, `[received, hidden]`; the rows are laid out from it;
 - *rows* (expanded): one row for each (token, local expert) pair, sorted by expert, `[rows, hidden]`, `rows` being a
-  capacity. Experts' ranges may be padded at their ends; what lies in such gaps is zero. What lies behind the last expert's
-  range is arbitrary, NaN included. Counts may stay on the device.
+  capacity. Experts' ranges may be padded at their ends; what lies in such gaps is zero. What lies behind the last
+  expert's range is arbitrary, NaN included. Counts may stay on the device.
 
 Example: 4 experts on 2 ranks, top-2. t0 -> (E0, E1), t1 -> (E1, E2) live on rank 0, t2 -> (E2, E3) on rank 1::
 
@@ -104,7 +104,8 @@ class Route(OpaqueBase):
 class Transport(ABC):
     """One engine, for all layers with the same situation. Every call is collective over the EP group.
 
-    A rank without tokens, and a rank that receives none, calls like any other. Tokens that pick one expert twice occur.
+    A rank without tokens, and a rank that receives none, calls like any other. A token picks an
+    expert once; engines that can take more than that may.
 
     Args:
         ep_mesh: the EP group, as a 1-D mesh. Hold the mesh, not its group: a group that is held outlives
@@ -165,7 +166,7 @@ class Transport(ABC):
         Args:
             route: made by `plan`.
             rows: `[received, hidden]` or `[rows, hidden]`, as `send` brought them: results, or gradients of tokens.
-            weights: gradients of the weights that `send` brought, in their shape, float32; zero at slots of other ranks.
+            weights: gradients of the weights that `send` brought, float32, in their shape; zero at slots of other ranks.
 
         Returns:
             `[tokens, hidden]` in the dtype of `rows`, and the gradients of the routing weights `[tokens, top_k]`
