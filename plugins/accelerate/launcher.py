@@ -36,6 +36,9 @@ EXPERT_OPTIONS = {
     "ep_layers": "Which implementation the layers around the experts use.",
     "ep_checkpoint_format": "What a checkpoint is: hf (a Hugging Face model) or dcp (as Accelerate's FSDP2 writes it).",
     "ep_async_save": "true: write checkpoints in the background.",
+    "ep_balance_aux_loss": "Whose tokens a model's load-balancing loss is over: global (all ranks') or local.",
+    "ep_balance_bias_rate": "What routers' correction biases move by after an optimizer step; 0: not at all.",
+    "ep_z_loss": "Coefficient of the routers' z-loss; 0: none.",
 }
 
 # What EP needs from FSDP, and what stock FSDP2 for Transformers needs where nobody said anything else.

@@ -35,9 +35,14 @@ class ExpertMeshConfig(ParallelismConfig):
         ep_size: ranks that share one layer's experts; divides `dp_shard_size * cp_size`. Default 1.
         ep_dispatcher: how tokens travel. Default `auto`.
         ep_compute: how experts are multiplied. Default `auto`.
+        ep_chunks: parts of a batch, of which one travels while another is computed. Default 1.
         ep_layers: the layers around the experts. Default `hf`.
         ep_checkpoint_format: `hf`, a Hugging Face model, or `dcp`, as Accelerate's FSDP2 writes it. Default `hf`.
         ep_async_save: write checkpoints in the background. Default false.
+        ep_balance_aux_loss: a model's load-balancing loss over the `global` batch, or each rank's, `local`. Default
+            `global`.
+        ep_balance_bias_rate: what routers' correction biases move by after an optimizer step. Default 0, not at all.
+        ep_z_loss: coefficient of the routers' z-loss. Default 0, none.
 
     `dp_shard_size` defaults to all the ranks that the other sizes leave.
 
@@ -48,9 +53,13 @@ class ExpertMeshConfig(ParallelismConfig):
     ep_size: int | None = None
     ep_dispatcher: str | None = None
     ep_compute: str | None = None
+    ep_chunks: int | None = None
     ep_layers: str | None = None
     ep_checkpoint_format: str | None = None
     ep_async_save: bool | None = None
+    ep_balance_aux_loss: str | None = None
+    ep_balance_bias_rate: float | None = None
+    ep_z_loss: float | None = None
 
     def __post_init__(self) -> None:
         refuse_sequence_parallelism(self.sp_size)

@@ -29,8 +29,8 @@ from expertmesh.compute import check_compute
 from expertmesh.config import ExpertParallelConfig
 from expertmesh.dispatch import check_dispatcher
 from expertmesh.errors import ConfigError
-from expertmesh.expert_parallel import Replaced, install_forward, shard_by_expert
-from expertmesh.experts import ExpertsSpec, check_divisible, find_experts
+from expertmesh.expert_parallel import Replaced, install_forward, plan_experts, shard_by_expert
+from expertmesh.experts import check_divisible, find_experts
 from expertmesh.host_memory import keep_freed_memory
 from expertmesh.mesh import ExpertMesh, build_dense_mesh, build_expert_mesh
 
@@ -93,18 +93,18 @@ def apply_expert_parallel(
         ModelError, ConfigError: see `check_model`; nothing has been touched then.
     """
     modules = check_model(model, config)
-    adapters = find_adapters(model)
+    compute_dtype = fsdp_options["mp_policy"].param_dtype
+    plans = plan_experts(modules, find_adapters(model), config, mesh, device, compute_dtype)
     if device.type == "cpu":
         keep_freed_memory()
     managed = mesh.shares_experts or isinstance(fsdp_options.get("offload_policy"), CPUOffloadPolicy)
     gradient_scale = 1.0 if managed else 1.0 / mesh.data_parallel_size
     result = ShardedExperts()
     for name, experts in modules.items():
-        spec = ExpertsSpec.of(experts)
-        wrapping = adapters.get(name)
-        replaced = shard_by_expert(experts, spec, mesh, device, trainable_dtype, wrapping)
-        compute_dtype = fsdp_options["mp_policy"].param_dtype
-        install_forward(experts, spec, mesh, config, gradient_scale, compute_dtype, wrapping)
+        plan = plans[name]
+        wrapping = plan.adapters
+        replaced = shard_by_expert(experts, plan.spec, mesh, device, trainable_dtype, wrapping)
+        install_forward(experts, plan, gradient_scale, compute_dtype)
         for child in experts.children():
             if any(True for _ in child.parameters()):
                 fully_shard(child, mesh=dense_mesh, **fsdp_options)

@@ -7,6 +7,7 @@ Accelerate YAML, or from the environment that the launcher hands to its workers;
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
@@ -20,6 +21,11 @@ EP_LAYERS = ("hf",)
 
 # `hf` makes every checkpoint a Hugging Face model; `dcp` writes the layout of Accelerate's FSDP2.
 EP_CHECKPOINT_FORMATS = ("hf", "dcp")
+
+# Whether a model's load-balancing loss is that of the whole global batch, or each rank's own, as in data parallelism.
+EP_BALANCE_AUX_LOSSES = ("global", "local")
+
+_NUMBERS = ("ep_balance_bias_rate", "ep_z_loss")
 
 _TRUE, _FALSE = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")
 
@@ -50,10 +56,14 @@ class ExpertParallelConfig:
         ep_size: ranks that share one layer's experts.
         ep_dispatcher: how tokens travel, a name registered in `expertmesh.dispatch`, or `auto`.
         ep_compute: how the experts are computed, a name registered in `expertmesh.compute`, or `auto`.
+        ep_chunks: parts that a batch is cut into, so that one travels while another is computed.
         ep_layers: which implementation the layers around the experts use.
         ep_checkpoint_format: what a training checkpoint is, a Hugging Face model (`hf`) or DCP as Accelerate's FSDP2
             writes it (`dcp`). Both resume on any mesh.
         ep_async_save: write checkpoints in the background, so that training waits only for a copy in host memory.
+        ep_balance_aux_loss: over which tokens a model's own load-balancing loss is taken, `global` or `local`.
+        ep_balance_bias_rate: what a router's correction bias moves by after an optimizer step; 0 leaves it alone.
+        ep_z_loss: coefficient of the routers' z-loss; 0 adds none.
     """
 
     dp_replicate_size: int = 1
@@ -63,9 +73,13 @@ class ExpertParallelConfig:
     ep_size: int = 1
     ep_dispatcher: str = "auto"
     ep_compute: str = "auto"
+    ep_chunks: int = 1
     ep_layers: str = "hf"
     ep_checkpoint_format: str = "hf"
     ep_async_save: bool = False
+    ep_balance_aux_loss: str = "global"
+    ep_balance_bias_rate: float = 0.0
+    ep_z_loss: float = 0.0
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> ExpertParallelConfig:
@@ -74,8 +88,8 @@ class ExpertParallelConfig:
         Keys that only Accelerate reads are skipped. Texts are converted, `-1` for `dp_shard_size` means "infer".
 
         Raises:
-            ConfigError: an unknown key (the nearest known one is named), a size that is not an integer, a switch that
-                is neither true nor false, or DeepSpeed's sequence parallelism.
+            ConfigError: an unknown key (the nearest known one is named), a size that is not an integer, a number that
+                is none, a switch that is neither true nor false, or DeepSpeed's sequence parallelism.
         """
         refuse_unknown_keys(values)
         refuse_sequence_parallelism({_short(key): value for key, value in values.items()}.get("sp_size"))
@@ -87,7 +101,8 @@ class ExpertParallelConfig:
         """Read what the launcher exported. Variables that are not set keep their defaults.
 
         Raises:
-            ConfigError: a size that is not an integer, or a switch that is neither true nor false.
+            ConfigError: a size that is not an integer, a number that is none, or a switch that is neither true nor
+                false.
         """
         names = {field.name: ENV_PREFIX + field.name.upper() for field in fields(cls)}
         return cls.from_mapping({key: environ[name] for key, name in names.items() if name in environ})
@@ -143,7 +158,7 @@ class ExpertParallelConfig:
         }
 
     def _check_choices(self) -> None:
-        for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size", "ep_size"):
+        for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size", "ep_size", "ep_chunks"):
             size = getattr(self, name)
             if size is None and name == "dp_shard_size":
                 continue
@@ -168,6 +183,18 @@ class ExpertParallelConfig:
             )
         if not isinstance(self.ep_async_save, bool):
             raise ConfigError(f"ep_async_save must be true or false, but is {self.ep_async_save!r}: correct it.")
+        self._check_balance()
+
+    def _check_balance(self) -> None:
+        if self.ep_balance_aux_loss not in EP_BALANCE_AUX_LOSSES:
+            raise ConfigError(
+                f"ep_balance_aux_loss {self.ep_balance_aux_loss!r} is unknown: choose among "
+                f"{', '.join(EP_BALANCE_AUX_LOSSES)}."
+            )
+        for name in _NUMBERS:
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
+                raise ConfigError(f"{name} must be a number of at least 0, but is {number!r}: correct it.")
 
 
 KNOWN_KEYS = tuple(field.name for field in fields(ExpertParallelConfig)) + ACCELERATE_KEYS
@@ -208,7 +235,9 @@ def _short(key: str) -> str:
 def _parse(key: str, value: object) -> object:
     if key == "ep_async_save":
         return _parse_switch(key, value)
-    if not key.endswith("_size"):
+    if key in _NUMBERS:
+        return _parse_number(key, value)
+    if not key.endswith("_size") and key != "ep_chunks":
         return str(value)
     if value is None and key == "dp_shard_size":
         return None
@@ -224,6 +253,13 @@ def _parse_switch(key: str, value: object) -> bool:
     if text not in _TRUE + _FALSE:
         raise ConfigError(f"{YAML_PREFIX}{key} must be true or false, but is {value!r}: correct it.")
     return text in _TRUE
+
+
+def _parse_number(key: str, value: object) -> float:
+    try:
+        return float(str(value))
+    except ValueError:
+        raise ConfigError(f"{YAML_PREFIX}{key} must be a number, but is {value!r}: correct it.") from None
 
 
 def _divisors(number: int) -> str:

@@ -10,10 +10,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
 from expertmesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from expertmesh.dispatch.transport import Situation
 
 _SWITCHES = ("EXPERTMESH_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD")
 
@@ -117,11 +121,31 @@ def launch_hook() -> Iterable[Finding]:
 
 
 def dispatchers() -> Iterable[Finding]:
-    """Which ways of moving tokens can be chosen as ep_dispatcher."""
-    from expertmesh.dispatch.select import DISPATCHERS, NOT_IN_THIS_VERSION, check_dispatcher
+    """Which ways of moving tokens can be chosen as ep_dispatcher, and what `auto` comes to."""
+    from expertmesh.dispatch.registry import find_transport, transport_names
+    from expertmesh.dispatch.select import choose
 
-    for name in (*DISPATCHERS, *NOT_IN_THIS_VERSION):
-        yield _choice("dispatcher", name, check_dispatcher)
+    situation = _usual_situation()
+    for name in transport_names():
+        try:
+            refusal = find_transport(name).refusal(situation)
+        except ConfigError as error:
+            refusal = str(error)
+        yield Finding(f"dispatcher {name}", refusal or "usable", works=refusal is None, required=False)
+    yield Finding("dispatcher auto", str(choose("auto", situation)).split(";")[0])
+
+
+def _usual_situation() -> Situation:
+    """What most people do: a model of Qwen3-30B-A3B's size in bfloat16 on the ranks of one node."""
+    import torch
+
+    from expertmesh.dispatch.transport import Situation
+
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    ranks = max(torch.accelerator.device_count(), 2)
+    return Situation(
+        ep_size=ranks, num_experts=128, hidden=2048, dtype=torch.bfloat16, device=device, ranks_per_node=ranks
+    )
 
 
 def computes() -> Iterable[Finding]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from expertmesh.adapters import AdapterParameter, ExpertAdapters
-from expertmesh.compute import build_expert_function
+from expertmesh.compute import build_expert_function, choose_compute
 from expertmesh.compute.normed import normed_experts
 from expertmesh.compute.projection import ProjectionTensors
 from expertmesh.compute.routed import ExpertFunction, ExpertTensors, routed_experts
 from expertmesh.config import ExpertParallelConfig
-from expertmesh.dispatch import TokenDispatcher, build_dispatcher
+from expertmesh.dispatch import Dispatched, TokenDispatcher, build_dispatcher
+from expertmesh.dispatch.transport import Situation
 from expertmesh.errors import ModelError
 from expertmesh.experts import ExpertsSpec
 from expertmesh.host_memory import untouched
@@ -33,20 +35,12 @@ class ExpertParallelForward:
     """
 
     def __init__(
-        self,
-        experts: nn.Module,
-        spec: ExpertsSpec,
-        dispatcher: TokenDispatcher,
-        function: ExpertFunction,
-        compute_dtype: torch.dtype | None,
-        adapters: ExpertAdapters | None,
+        self, experts: nn.Module, plan: ExpertPlan, function: ExpertFunction, compute_dtype: torch.dtype | None
     ) -> None:
         self.experts = experts
-        self.spec = spec
-        self.dispatcher = dispatcher
+        self.plan = plan
         self.function = function
         self.compute_dtype = compute_dtype
-        self.adapters = adapters
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if hidden_states.ndim != 2:
@@ -62,13 +56,25 @@ class ExpertParallelForward:
         return output.to(hidden_states.dtype)
 
     def _exchange_and_compute(self, tokens: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        dispatched = self.dispatcher.dispatch(tokens, top_k_index, top_k_weights)
+        """All parts of the batch are on their way before the first is waited for; results return under the next part's
+        computation. Every rank has the same number of parts, some perhaps empty.
+        """
+        dispatcher, parts = self.plan.dispatcher, self.plan.chunks
+        batch = (tokens, top_k_index, top_k_weights)
+        cut = zip(*(tensor.tensor_split(parts) for tensor in batch), strict=True) if parts > 1 else (batch,)
+        leaving = [dispatcher.start_dispatch(*part) for part in cut]
+        returning = []
+        for started in leaving:
+            dispatched = dispatcher.finish_dispatch(started)
+            returning.append(dispatcher.start_combine(self._compute(dispatched), dispatched.state))
+        outputs = [dispatcher.finish_combine(started) for started in returning]
+        return outputs[0] if parts == 1 else torch.cat(outputs)
+
+    def _compute(self, dispatched: Dispatched) -> Tensor:
         operands = (self._local_tensors(), dispatched.tokens, dispatched.row_weights, dispatched.rows)
-        if self.spec.has_post_expert_norm:
-            output = normed_experts(self.function, *operands, self.experts.post_expert_norm)
-        else:
-            output = routed_experts(self.function, *operands)
-        return self.dispatcher.combine(output, dispatched.state)
+        if self.plan.spec.has_post_expert_norm:
+            return normed_experts(self.function, *operands, self.experts.post_expert_norm)
+        return routed_experts(self.function, *operands)
 
     def _dtype_on(self, device_type: str, default: torch.dtype) -> torch.dtype:
         if self.compute_dtype is not None:
@@ -77,12 +83,12 @@ class ExpertParallelForward:
 
     def _local_tensors(self) -> ExpertTensors:
         # FSDP2 swaps the attribute between its sharded and its gathered form, so it is looked up at every call.
-        local = {name: getattr(self.experts, name).to_local() for name in self.spec.parameter_names}
-        adapters = self.adapters.active() if self.adapters is not None else {}
+        local = {name: getattr(self.experts, name).to_local() for name in self.plan.spec.parameter_names}
+        adapters = self.plan.adapters.active() if self.plan.adapters is not None else {}
         return ExpertTensors(
             *(
                 ProjectionTensors(local[name], local.get(f"{name}_bias"), adapters.get(name))
-                for name in (self.spec.up_name, "down_proj")
+                for name in (self.plan.spec.up_name, "down_proj")
             )
         )
 
@@ -141,29 +147,72 @@ def _shard(
     return Replaced(old, parameter.owner, parameter.name)
 
 
-def install_forward(
-    experts: nn.Module,
-    spec: ExpertsSpec,
-    mesh: ExpertMesh,
+@dataclass(frozen=True)
+class ExpertPlan:
+    """How one experts module will work, decided before anything is touched.
+
+    Attributes:
+        spec: its layout.
+        dispatcher: shared by all modules with the same situation.
+        compute: one of `expertmesh.compute.COMPUTES`.
+        adapters: what wraps it.
+        chunks: parts of a batch that travel and are computed one under the other.
+    """
+
+    spec: ExpertsSpec
+    dispatcher: TokenDispatcher
+    compute: str
+    adapters: ExpertAdapters | None
+    chunks: int
+
+
+def plan_experts(
+    modules: Mapping[str, nn.Module],
+    adapters: Mapping[str, ExpertAdapters],
     config: ExpertParallelConfig,
-    gradient_scale: float,
+    mesh: ExpertMesh,
+    device: torch.device,
     compute_dtype: torch.dtype | None,
-    adapters: ExpertAdapters | None = None,
+) -> dict[str, ExpertPlan]:
+    """Decide how every experts module will work. Nothing is touched.
+
+    Raises:
+        ConfigError: a dispatcher or compute that was asked for cannot be used.
+    """
+    dispatchers: dict[Situation, TokenDispatcher] = {}
+    plans = {}
+    for name, experts in modules.items():
+        spec = ExpertsSpec.of(experts)
+        situation = Situation(
+            ep_size=mesh.ep.size(),
+            num_experts=spec.num_experts,
+            hidden=experts.down_proj.shape[2 if spec.is_transposed else 1],
+            dtype=compute_dtype or experts.down_proj.dtype,
+            device=device,
+            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None,
+        )
+        if situation not in dispatchers:
+            dispatchers[situation] = build_dispatcher(config.ep_dispatcher, mesh.ep, situation)
+        dispatcher = dispatchers[situation]
+        compute = choose_compute(config.ep_compute, device.type, dispatcher.counts_on_host)
+        plans[name] = ExpertPlan(spec, dispatcher, compute, adapters.get(name), config.ep_chunks)
+    return plans
+
+
+def install_forward(
+    experts: nn.Module, plan: ExpertPlan, gradient_scale: float, compute_dtype: torch.dtype | None
 ) -> None:
     """Give the experts module, or the outermost wrapper around it, its expert-parallel forward.
 
     Args:
         experts: already sharded by `shard_by_expert`.
-        spec: its layout.
-        mesh: the expert view of the ranks.
-        config: names the dispatcher and the compute.
+        plan: how it works.
         gradient_scale: factor on the experts' gradients that nobody else applies.
         compute_dtype: what tokens are sent and multiplied in; by default autocast's dtype, or their own.
-        adapters: what wraps it.
     """
-    dispatcher = build_dispatcher(config.ep_dispatcher, mesh.ep, spec.num_experts)
-    function = build_expert_function(config.ep_compute, experts, spec, gradient_scale)
-    forward: Callable[..., Tensor] = ExpertParallelForward(experts, spec, dispatcher, function, compute_dtype, adapters)
+    function = build_expert_function(plan.compute, experts, plan.spec, gradient_scale)
+    forward: Callable[..., Tensor] = ExpertParallelForward(experts, plan, function, compute_dtype)
+    adapters = plan.adapters
     called = experts if adapters is None else adapters.module
     called.forward = forward
 

@@ -10,26 +10,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from expertmesh.dispatch.all_to_all import AllToAllDispatcher
+from expertmesh.dispatch.all_to_all import AllToAll
 from expertmesh.dispatch.local import LocalDispatcher
 from expertmesh.dispatch.protocol import Dispatched, TokenDispatcher
+from expertmesh.dispatch.transport import Situation
+from expertmesh.dispatch.transported import TransportDispatcher
 
 EXPERTS, TOP_K, HIDDEN = 8, 3, 16
 
 
-class Collectives(TorchDispatchMode):
-    """Counts all-to-alls and the rows they carry."""
+class Counted(AllToAll):
+    """Counts all-to-alls of rows, and the rows they carry."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
         self.rows: list[int] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "all_to_all_single" in str(func):
-            self.rows.append(args[0].shape[0])
-        return func(*args, **(kwargs or {}))
+    def _exchange(self, rows, recv_sizes, send_sizes):
+        self.rows.append(rows.shape[0])
+        return super()._exchange(rows, recv_sizes, send_sizes)
 
 
 class HostReads(TorchFunctionMode):
@@ -77,16 +77,18 @@ def check(mesh: DeviceMesh, index: Tensor, dtype: torch.dtype, tolerance: float)
     scales = torch.linspace(0.5, 2, EXPERTS)
     expected = run(LocalDispatcher(EXPERTS), scales, hidden, index, weights)
     local = EXPERTS // size
-    with Collectives() as seen:
-        dispatcher = AllToAllDispatcher(mesh, EXPERTS)
-        actual = run(dispatcher, scales[rank * local : (rank + 1) * local], hidden, index, weights)
+    situation = Situation(
+        ep_size=size, num_experts=EXPERTS, hidden=HIDDEN, dtype=dtype, device=torch.device("cpu"), ranks_per_node=size
+    )
+    transport = Counted(mesh, situation)
+    actual = run(TransportDispatcher(transport), scales[rank * local : (rank + 1) * local], hidden, index, weights)
     for ours, alone in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, alone, rtol=tolerance, atol=tolerance)
         assert ours.dtype == alone.dtype
     once_a_rank = sum(len(set(row)) for row in (index // local).tolist())
-    received = seen.rows[2]
-    # Forward: counts, rows, results. Backward: gradients of results, gradients of rows.
-    assert seen.rows == [size, once_a_rank, received, once_a_rank, received], seen.rows
+    received = transport.rows[1]
+    # Forward: rows, results. Backward: gradients of results, gradients of rows.
+    assert transport.rows == [once_a_rank, received, once_a_rank, received], transport.rows
 
 
 def main() -> None:

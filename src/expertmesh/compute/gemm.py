@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from expertmesh.dispatch.protocol import ExpertRows
+from expertmesh.dispatch.rows import ExpertRows
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,15 @@ class WeightGradient(ABC):
 
 
 class ExpertGemm(ABC):
-    """One way of multiplying rows with experts' matrices."""
+    """One way of multiplying rows with experts' matrices.
+
+    Attributes:
+        weight_gradient: how it collects gradients.
+        needs_counts_on_host: whether it reads `ExpertRows.rows_per_expert`.
+    """
 
     weight_gradient: type[WeightGradient]
+    needs_counts_on_host: bool
 
     @abstractmethod
     def alignment(self, dtype: torch.dtype) -> int:
@@ -88,6 +94,7 @@ class ExpertLoop(ExpertGemm):
     """One expert at a time. On a CPU its rows stay in the cache from one projection to the next."""
 
     weight_gradient = _LoopGradient
+    needs_counts_on_host = True
 
     def alignment(self, dtype: torch.dtype) -> int:
         """Any size will do."""
@@ -121,6 +128,7 @@ class GroupedMM(ExpertGemm):
     """All experts in one `torch.nn.functional.grouped_mm`. Strides must be multiples of 16 bytes; no float64."""
 
     weight_gradient = _GroupedGradient
+    needs_counts_on_host = False
 
     def alignment(self, dtype: torch.dtype) -> int:
         """Strides of 16 bytes."""
@@ -128,8 +136,7 @@ class GroupedMM(ExpertGemm):
 
     def chunks(self, rows: ExpertRows) -> list[Chunk]:
         """A single chunk."""
-        counts = rows.rows_per_expert
-        return [Chunk(slice(0, len(counts)), sum(counts), rows.offsets)]
+        return [Chunk(slice(0, rows.offsets.shape[0]), rows.num_rows, rows.offsets)]
 
     def matrices(self, weight: Tensor) -> Sequence[Tensor]:
         """All of them, `[num_local_experts, in, out]`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.compute.routed import ExpertFunction, ExpertTensors, routed_experts
-from expertmesh.dispatch.protocol import ExpertRows
+from expertmesh.dispatch.rows import ExpertRows
 
 
 def normed_experts(
@@ -21,10 +21,14 @@ def normed_experts(
     norm: nn.Module,
 ) -> Tensor:
     """As `routed_experts`, with `norm` applied to every row before its weight: `out_t = sum_p w_p norm(y_p)`."""
-    gathered = tokens.index_select(0, rows.token_index)
-    each_row = torch.arange(gathered.shape[0], device=gathered.device)
-    expanded = ExpertRows(each_row, rows.rows_per_expert, rows.offsets)
-    result = routed_experts(function, weights, gathered, torch.ones_like(row_weights), expanded)
-    weighted = norm(result).float() * row_weights.unsqueeze(1)
+    (all_rows,) = rows.split([rows.num_rows])
+    gathered = all_rows.gather(tokens)
+    each_for_itself = ExpertRows(None, rows.rows_per_expert, rows.offsets, rows.num_rows)
+    result = routed_experts(function, weights, gathered, torch.ones_like(row_weights), each_for_itself)
+    # What lies behind the last expert's rows must not reach the norm, nor its gradient.
+    belongs = rows.belongs_to_expert()
+    weighted = norm(torch.where(belongs, result, 0)).float() * torch.where(belongs, row_weights.unsqueeze(1), 0)
+    if rows.token_index is None:
+        return weighted.to(tokens.dtype)
     output = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     return output.index_add(0, rows.token_index, weighted).to(tokens.dtype)

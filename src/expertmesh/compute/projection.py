@@ -189,17 +189,20 @@ def _in_out(weight: Tensor, is_transposed: bool) -> Tensor:
 
 
 def _expert_of_row(chunk: Chunk, num_rows: int) -> Tensor:
-    """`[rows]` int64, each row's expert counted from the chunk's first."""
+    """`[rows]` int64, each row's expert counted from the chunk's first; one past the last where it has none."""
     row = torch.arange(num_rows, device=chunk.offsets.device, dtype=torch.int32)
     return torch.searchsorted(chunk.offsets, row, right=True)
 
 
 def _bias_rows(bias: Tensor, chunk: Chunk, like: Tensor) -> Tensor:
     """`[rows, width]`, each row's bias, in the dtype of `like`."""
-    return bias[chunk.experts].to(like.dtype).index_select(0, _expert_of_row(chunk, like.shape[0]))
+    biases = F.pad(bias[chunk.experts].to(like.dtype), (0, 0, 0, 1))
+    return biases.index_select(0, _expert_of_row(chunk, like.shape[0]))
 
 
 def _add_bias_gradient(total: Tensor, grad: Tensor, chunk: Chunk, scale: float) -> None:
     """Add the rows `[rows, width]` of each expert's gradient to `total[expert]`."""
-    rows = grad.to(total.dtype).mul(scale)
-    total[chunk.experts].index_add_(0, _expert_of_row(chunk, rows.shape[0]), rows)
+    experts = total[chunk.experts]
+    with_nobody = total.new_zeros(experts.shape[0] + 1, experts.shape[1])
+    with_nobody.index_add_(0, _expert_of_row(chunk, grad.shape[0]), grad.to(total.dtype))
+    experts.add_(with_nobody[:-1], alpha=scale)

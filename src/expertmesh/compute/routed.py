@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
 
 from expertmesh.compute.gate import Gate
 from expertmesh.compute.gemm import Chunk, ExpertGemm
 from expertmesh.compute.projection import LowRank, Projection, ProjectionBackward, ProjectionTensors
-from expertmesh.dispatch.protocol import ExpertRows
+from expertmesh.dispatch.rows import ExpertRows, RowRange
 
 # Arguments of the autograd function before the first parameter, and parameters of one projection.
 _FIRST_LEAF = 6
@@ -98,13 +99,13 @@ class _RoutedExperts(torch.autograd.Function):
         up, down = (
             Projection(gemm, tensors, function.is_transposed, tokens.dtype) for tensors in (experts.up, experts.down)
         )
-        token_index, weights = _by_chunk(chunks, rows.token_index, row_weights.unsqueeze(1))
-        output = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+        ranges, weights = _by_chunk(chunks, rows, row_weights.unsqueeze(1))
+        output = rows.new_total(tokens)
         kept = []
         for i, chunk in enumerate(chunks):
-            projected = up(tokens.index_select(0, token_index[i]), i, chunk)
+            projected = up(ranges[i].gather(tokens), i, chunk)
             result = down(function.gate(projected), i, chunk)
-            output.index_add_(0, token_index[i], result.float().mul_(weights[i]))
+            ranges[i].add_to(output, result.float().mul_(weights[i]))
             if keep:
                 kept.append(projected)
         if keep:
@@ -130,12 +131,12 @@ class _RoutedExperts(torch.autograd.Function):
             for start, scaling in zip((0, _LEAVES), ctx.scalings, strict=True)
         )
         weights = row_weights.unsqueeze(1).to(tokens.dtype)
-        token_index, weights = _by_chunk(ctx.chunks, ctx.rows.token_index, weights)
-        grad_tokens = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+        ranges, weights = _by_chunk(ctx.chunks, ctx.rows, weights)
+        grad_tokens = ctx.rows.new_total(tokens)
         grad_row_weights = []
 
         for i, (chunk, projected) in enumerate(zip(ctx.chunks, kept, strict=True)):
-            grad_result = grad_output.index_select(0, token_index[i])
+            grad_result = ranges[i].gather(grad_output)
             activation, gate_backward = function.gate.pullback(projected)
 
             grad_activation = down.rows(grad_result, i, chunk)
@@ -147,8 +148,8 @@ class _RoutedExperts(torch.autograd.Function):
 
             grad_projected = gate_backward(grad_activation.mul_(weights[i]))
             if up.needs_parameters:
-                up.parameters(tokens.index_select(0, token_index[i]), grad_projected, i, chunk)
-            grad_tokens.index_add_(0, token_index[i], up.rows(grad_projected, i, chunk).float())
+                up.parameters(ranges[i].gather(tokens), grad_projected, i, chunk)
+            ranges[i].add_to(grad_tokens, up.rows(grad_projected, i, chunk))
 
         return (
             None,
@@ -156,7 +157,7 @@ class _RoutedExperts(torch.autograd.Function):
             None,
             None,
             grad_tokens.to(tokens.dtype),
-            torch.cat(grad_row_weights),
+            _filled_up(torch.cat(grad_row_weights), ctx.rows.num_rows),
             *up.gradients,
             *down.gradients,
         )
@@ -167,7 +168,13 @@ def _tensors(leaves: Sequence[Tensor | None], scaling: float | None) -> Projecti
     return ProjectionTensors(weight, bias, None if scaling is None else LowRank(a, b, scaling))
 
 
-def _by_chunk(chunks: list[Chunk], *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Cut tensors with one entry a row into one view a chunk."""
+def _by_chunk(chunks: list[Chunk], rows: ExpertRows, row_weights: Tensor) -> tuple[list[RowRange], tuple[Tensor, ...]]:
+    """The rows and their weights `[rows, 1]`, cut into one view a chunk."""
     sizes = [chunk.num_rows for chunk in chunks]
-    return [tensor.split(sizes) for tensor in tensors]
+    return rows.split(sizes), row_weights[: sum(sizes)].split(sizes)
+
+
+def _filled_up(of_rows: Tensor, num_rows: int) -> Tensor:
+    """`[num_rows]`, filled up for rows that belong to no expert."""
+    missing = num_rows - of_rows.shape[0]
+    return F.pad(of_rows, (0, missing)) if missing else of_rows

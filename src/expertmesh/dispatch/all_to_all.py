@@ -23,84 +23,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from expertmesh.dispatch.protocol import Dispatched, TokenDispatcher, local_rows
+from expertmesh.dispatch.transport import Route, Transfer, Transport
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Who sends which token where, fixed by `dispatch` and used in both directions.
+    """Who sends which token where.
 
     Attributes:
-        ep_mesh: the EP group, as a 1-D mesh.
-        num_tokens: `T`.
         sent_token: `[sent]` int64, the token of each sent row, grouped by destination rank.
         send_sizes: rows to each rank.
         recv_sizes: rows from each rank.
+        hidden: features of a token, behind which its routing travels.
     """
 
-    ep_mesh: DeviceMesh
-    num_tokens: int
     sent_token: Tensor
     send_sizes: list[int]
     recv_sizes: list[int]
-
-    def send(self, rows: Tensor) -> Tensor:
-        """`[sent, width]` rows to the ranks of the experts: `[received, width]`."""
-        return wait_tensor(all_to_all_single(rows, self.recv_sizes, self.send_sizes, self.ep_mesh))
-
-    def send_back(self, rows: Tensor) -> Tensor:
-        """`[received, width]` rows back to the ranks of the tokens: `[sent, width]`."""
-        return wait_tensor(all_to_all_single(rows, self.send_sizes, self.recv_sizes, self.ep_mesh))
-
-    def sum_by_token(self, sent_rows: Tensor) -> Tensor:
-        """Add the rows `[sent, width]` of each token up to `[tokens, width]`, in float32, returned in their dtype."""
-        total = torch.zeros(self.num_tokens, sent_rows.shape[1], dtype=torch.float32, device=sent_rows.device)
-        # A strided source would make index_add_ ten times as slow.
-        return total.index_add_(0, self.sent_token, sent_rows.float().contiguous()).to(sent_rows.dtype)
+    hidden: int
 
 
-class AllToAllDispatcher(TokenDispatcher[Exchange]):
-    """See the module's docstring.
+class AllToAll(Transport):
+    """See the module's docstring. Tokens may pick one expert twice."""
 
-    Holds the mesh and not its process group: a group that somebody still holds survives `destroy_process_group`, and
-    gloo's threads then race with the end of the interpreter (pytorch#179291).
-
-    Args:
-        ep_mesh: the EP group, as a 1-D mesh.
-        num_experts: `E`, over all ranks of the group.
-    """
-
-    def __init__(self, ep_mesh: DeviceMesh, num_experts: int) -> None:
-        self.ep_mesh = ep_mesh
-        self.num_experts = num_experts
-        self.num_local_experts = num_experts // ep_mesh.size()
-
-    def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched[Exchange]:
-        """See `TokenDispatcher.dispatch`. Reads from the device once, to learn the sizes."""
-        exchange, counts, rows_per_expert = self._plan(top_k_index)
-        tokens, weights, expert_ids = _Dispatch.apply(hidden_states, top_k_weights.float(), top_k_index, exchange)
-        first = self.ep_mesh.get_local_rank() * self.num_local_experts
-        local_ids = expert_ids - first
-        elsewhere = (local_ids < 0) | (local_ids >= self.num_local_experts)
-        local_ids = local_ids.masked_fill(elsewhere, self.num_local_experts)
-        rows, row_weights = local_rows(local_ids, weights, counts, rows_per_expert)
-        return Dispatched(tokens, row_weights, rows, exchange)
-
-    def combine(self, expert_output: Tensor, state: Exchange) -> Tensor:
-        """See `TokenDispatcher.combine`."""
-        return _Combine.apply(expert_output, state)
-
-    def _plan(self, top_k_index: Tensor) -> tuple[Exchange, Tensor, list[int]]:
-        """The exchange of counts, and the one read-back of the layer.
-
-        Returns:
-            The exchange, and the rows of each local expert on the device and on the host.
-        """
-        num_tokens, ep_size = top_k_index.shape[0], self.ep_mesh.size()
-        picked = torch.zeros(num_tokens, self.num_experts, dtype=torch.bool, device=top_k_index.device)
-        picked = picked.scatter_(1, top_k_index, True).view(num_tokens, ep_size, self.num_local_experts)
+    def plan(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Route:
+        """The exchange of counts, and the one read-back of the layer."""
+        num_tokens, ep_size = top_k_index.shape[0], self.situation.ep_size
+        picked = torch.zeros(num_tokens, self.situation.num_experts, dtype=torch.bool, device=top_k_index.device)
+        picked = picked.scatter_(1, top_k_index, True).view(num_tokens, ep_size, self.situation.num_local_experts)
         goes_to = picked.any(2)
         # Each rank is told how many tokens it gets, and how many rows each of its experts gets out of them.
         send_counts = torch.cat([goes_to.sum(0).unsqueeze(1), picked.sum(0)], dim=1)
@@ -109,52 +60,57 @@ class AllToAllDispatcher(TokenDispatcher[Exchange]):
         sizes = torch.cat([send_counts[:, 0], recv_counts[:, 0], counts]).tolist()
         send_sizes, recv_sizes = sizes[:ep_size], sizes[ep_size : 2 * ep_size]
         sent_token = torch.nonzero_static(goes_to.t(), size=sum(send_sizes))[:, 1].contiguous()
-        exchange = Exchange(self.ep_mesh, num_tokens, sent_token, send_sizes, recv_sizes)
-        return exchange, counts, sizes[2 * ep_size :]
+        exchange = Exchange(sent_token, send_sizes, recv_sizes, hidden.shape[1])
+        return Route(num_tokens, counts, sizes[2 * ep_size :], exchange)
 
+    def send(self, route: Route, hidden: Tensor, routing: tuple[Tensor, Tensor] | None) -> Transfer:
+        """See `Transport.send`. One all-to-all carries a token with its routing weights and expert ids."""
+        exchange: Exchange = route.handle
+        if routing is None:
+            sent = hidden.index_select(0, exchange.sent_token)
+        else:
+            top_k_index, top_k_weights = routing
+            extra = torch.cat([top_k_weights, top_k_index.to(torch.int32).view(torch.float32)], dim=1)
+            sent = _pack(hidden, extra, exchange.sent_token)
+        return self._exchange(sent, exchange.recv_sizes, exchange.send_sizes)
 
-class _Dispatch(torch.autograd.Function):
-    """One all-to-all carries a token with its routing weights and expert ids; one brings both gradients back."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        hidden_states: Tensor,
-        top_k_weights: Tensor,
-        top_k_index: Tensor,
-        exchange: Exchange,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.exchange = exchange
-        routing = torch.cat([top_k_weights, top_k_index.to(torch.int32).view(torch.float32)], dim=1)
-        sent = _pack(hidden_states, routing, exchange.sent_token)
-        tokens, routing = _unpack(exchange.send(sent), hidden_states.shape[1])
+    def received(self, route: Route, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Transport.received`."""
+        tokens, routing = _unpack(tensors[0], route.handle.hidden)
         weights, expert_ids = routing.chunk(2, dim=1)
-        expert_ids = expert_ids.view(torch.int32).to(torch.int64)
-        ctx.mark_non_differentiable(expert_ids)
-        return tokens, weights.contiguous(), expert_ids
+        num_local_experts = self.situation.num_local_experts
+        local_ids = expert_ids.view(torch.int32).long() - self.ep_mesh.get_local_rank() * num_local_experts
+        elsewhere = (local_ids < 0) | (local_ids >= num_local_experts)
+        return tokens, weights.contiguous(), local_ids.masked_fill(elsewhere, num_local_experts)
 
-    @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, grad_tokens: Tensor, grad_weights: Tensor, _: None
-    ) -> tuple[Tensor, Tensor, None, None]:
-        exchange = ctx.exchange
-        returned = exchange.send_back(_pack(grad_tokens, grad_weights))
-        grad_hidden, grad_routing = _unpack(returned, grad_tokens.shape[1])
-        return exchange.sum_by_token(grad_hidden), exchange.sum_by_token(grad_routing), None, None
+    def send_back(self, route: Route, rows: Tensor, weights: Tensor | None) -> Transfer:
+        """See `Transport.send_back`."""
+        exchange: Exchange = route.handle
+        sent = rows if weights is None else _pack(rows, weights)
+        return self._exchange(sent, exchange.send_sizes, exchange.recv_sizes)
+
+    def returned(self, route: Route, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None]:
+        """See `Transport.returned`."""
+        hidden, weights = _unpack(tensors[0], route.handle.hidden)
+        return _sum_by_token(route, hidden), _sum_by_token(route, weights) if weights.shape[1] else None
+
+    def fake_received(self, received: int, hidden: Tensor, top_k_index: Tensor) -> list[Tensor]:
+        """See `Transport.fake_received`."""
+        extra = 2 * top_k_index.shape[1] * torch.float32.itemsize // hidden.dtype.itemsize
+        return [hidden.new_empty(received, hidden.shape[1] + extra)]
+
+    def _exchange(self, rows: Tensor, recv_sizes: list[int], send_sizes: list[int]) -> Transfer:
+        # The operator itself and not its wrapper, which would hand out a tensor subclass.
+        group = self.ep_mesh.get_group().group_name
+        arriving = torch.ops._c10d_functional.all_to_all_single(rows, recv_sizes, send_sizes, group)
+        return Transfer((arriving,), lambda: wait_tensor(arriving))
 
 
-class _Combine(torch.autograd.Function):
-    """One all-to-all brings the experts' weighted sums back; one takes their gradients to the experts."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, expert_output: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.sum_by_token(exchange.send_back(expert_output.contiguous()))
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        exchange = ctx.exchange
-        return exchange.send(grad.index_select(0, exchange.sent_token)), None
+def _sum_by_token(route: Route, sent_rows: Tensor) -> Tensor:
+    """Add the rows `[sent, width]` of each token up to `[tokens, width]`, in float32, returned in their dtype."""
+    total = torch.zeros(route.num_tokens, sent_rows.shape[1], dtype=torch.float32, device=sent_rows.device)
+    # A strided source would make index_add_ ten times as slow.
+    return total.index_add_(0, route.handle.sent_token, sent_rows.float().contiguous()).to(sent_rows.dtype)
 
 
 def _pack(features: Tensor, extra: Tensor, index: Tensor | None = None) -> Tensor:
@@ -177,5 +133,5 @@ def _pack(features: Tensor, extra: Tensor, index: Tensor | None = None) -> Tenso
 
 
 def _unpack(packed: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `_pack`: a view of the features and a float32 copy of the extra columns."""
+    """The inverse of `_pack`: a view of the features and a float32 copy of the extra columns, if there are any."""
     return packed[:, :hidden], packed[:, hidden:].contiguous().view(torch.float32)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from expertmesh.dispatch.protocol import Dispatched, TokenDispatcher, local_rows
+from expertmesh.dispatch.protocol import Dispatched, TokenDispatcher
+from expertmesh.dispatch.rows import local_rows
 
 
 class LocalDispatcher(TokenDispatcher[None]):
@@ -14,14 +15,25 @@ class LocalDispatcher(TokenDispatcher[None]):
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
-    def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched[None]:
-        """See `TokenDispatcher.dispatch`; `received` is `tokens`."""
+    def start_dispatch(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `TokenDispatcher`; nothing is started."""
+        return hidden_states, top_k_index, top_k_weights
+
+    def finish_dispatch(self, started: tuple[Tensor, Tensor, Tensor]) -> Dispatched[None]:
+        """See `TokenDispatcher`; `received` is `tokens`."""
+        hidden_states, top_k_index, top_k_weights = started
         shape = (hidden_states.shape[0], self.num_experts)
         picked = torch.zeros(shape, dtype=torch.bool, device=top_k_index.device).scatter_(1, top_k_index, True)
         counts = picked.sum(0)
         rows, row_weights = local_rows(top_k_index, top_k_weights.float(), counts, counts.tolist())
         return Dispatched(hidden_states, row_weights, rows, None)
 
-    def combine(self, expert_output: Tensor, state: None) -> Tensor:
-        """See `TokenDispatcher.combine`."""
+    def start_combine(self, expert_output: Tensor, state: None) -> Tensor:
+        """See `TokenDispatcher`; nothing is started."""
         return expert_output
+
+    def finish_combine(self, started: Tensor) -> Tensor:
+        """See `TokenDispatcher`."""
+        return started

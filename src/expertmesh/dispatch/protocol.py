@@ -8,44 +8,32 @@ Legend of shapes, used in all of `dispatch/` and `compute/`::
     received    R   tokens this rank holds after dispatch, each once however many of its experts are here
     rows        P   (received token, local expert) pairs, sorted by local expert: what the experts compute on
     num_local_experts   L   experts of this rank, E = ep_size * L of them in all
+
+Where an engine brings rows rather than tokens, every row counts as a received token: R = P.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
+
+from expertmesh.dispatch.rows import ExpertRows
 
 State = TypeVar("State")
 
 
 @dataclass(frozen=True)
-class ExpertRows:
-    """Which received token goes through which local expert. Rows are sorted by expert; nobody sorts again.
-
-    Attributes:
-        token_index: `[rows]` int64, the received token of each row.
-        rows_per_expert: `num_local_experts` counts on the host.
-        offsets: `[num_local_experts]` int32 on the device, where each expert's rows end.
-    """
-
-    token_index: Tensor
-    rows_per_expert: list[int]
-    offsets: Tensor
-
-
-@dataclass(frozen=True)
 class Dispatched(Generic[State]):
-    """What `dispatch` brings to this rank's experts.
+    """What a dispatch brings to this rank's experts.
 
     Attributes:
         tokens: `[received, hidden]`, differentiable; may be a strided view of a receive buffer.
         row_weights: `[rows]` float32, the routing weight of each row, differentiable.
         rows: the plan of the computation.
-        state: what `combine` needs to bring the results back.
+        state: what the combine needs to bring the results back.
     """
 
     tokens: Tensor
@@ -58,70 +46,41 @@ class TokenDispatcher(ABC, Generic[State]):
     """Moves tokens to the ranks of their experts and the results back.
 
     Both directions are differentiable, through the routing weights too, and collective over the EP group: a rank
-    without tokens takes part like any other.
+    without tokens takes part like any other. Each has a start and a finish, between which other work can be done.
     """
 
+    counts_on_host = True
+    """Whether `ExpertRows.rows_per_expert` is known."""
+
     @abstractmethod
-    def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched[State]:
-        """Send each token to the ranks that hold its experts.
+    def start_dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+        """Start sending each token to the ranks that hold its experts.
 
         Args:
             hidden_states: `[tokens, hidden]`.
-            top_k_index: `[tokens, top_k]` global expert ids.
+            top_k_index: `[tokens, top_k]` int64 global expert ids.
             top_k_weights: `[tokens, top_k]` routing weights, any floating dtype.
+
+        Returns:
+            What `finish_dispatch` takes.
         """
 
     @abstractmethod
+    def finish_dispatch(self, started: Any) -> Dispatched[State]:
+        """Wait for the tokens and lay out the rows."""
+
+    @abstractmethod
+    def start_combine(self, expert_output: Tensor, state: State) -> Any:
+        """Start bringing each received token's weighted sum `[received, hidden]` back."""
+
+    @abstractmethod
+    def finish_combine(self, started: Any) -> Tensor:
+        """Wait for the sums and add them up to `[tokens, hidden]`."""
+
+    def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched[State]:
+        """Both halves at once."""
+        return self.finish_dispatch(self.start_dispatch(hidden_states, top_k_index, top_k_weights))
+
     def combine(self, expert_output: Tensor, state: State) -> Tensor:
-        """Bring each received token's weighted sum `[received, hidden]` back and add them up to `[tokens, hidden]`."""
-
-
-def local_rows(
-    expert_ids: Tensor, top_k_weights: Tensor, counts: Tensor, rows_per_expert: list[int]
-) -> tuple[ExpertRows, Tensor]:
-    """Lay out the rows of this rank's experts without a sort and without a read-back.
-
-    A token that picks one expert twice gets one row with the sum of both weights, which is the same function.
-
-    Args:
-        expert_ids: `[received, top_k]` int64 local expert ids; `num_local_experts` marks a slot of another rank.
-        top_k_weights: `[received, top_k]` float32; differentiable.
-        counts: `[num_local_experts]` int64, rows of each expert, on the device.
-        rows_per_expert: the same counts on the host.
-
-    Returns:
-        The rows, and their weights `[rows]` float32.
-    """
-    num_local_experts = counts.shape[0]
-    shape = (expert_ids.shape[0], num_local_experts + 1)
-    picked = torch.zeros(shape, dtype=torch.bool, device=expert_ids.device).scatter_(1, expert_ids, True)
-    pairs = torch.nonzero_static(picked[:, :-1].t(), size=sum(rows_per_expert))
-    expert_index, token_index = pairs.unbind(1)
-    rows = ExpertRows(token_index, rows_per_expert, counts.cumsum(0).to(torch.int32))
-    return rows, _RowWeights.apply(top_k_weights, expert_ids, token_index, expert_index, num_local_experts)
-
-
-class _RowWeights(torch.autograd.Function):
-    """`[received, top_k]` weights to `[rows]` and their gradients back, without an accumulating scatter."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        top_k_weights: Tensor,
-        expert_ids: Tensor,
-        token_index: Tensor,
-        expert_index: Tensor,
-        num_local_experts: int,
-    ) -> Tensor:
-        ctx.save_for_backward(expert_ids, token_index, expert_index)
-        ctx.num_local_experts = num_local_experts
-        dense = top_k_weights.new_zeros(expert_ids.shape[0], num_local_experts + 1)
-        return dense.scatter_add_(1, expert_ids, top_k_weights)[token_index, expert_index]
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        expert_ids, token_index, expert_index = ctx.saved_tensors
-        # The last column stays zero: it belongs to the slots of other ranks.
-        dense = grad.new_zeros(expert_ids.shape[0], ctx.num_local_experts + 1)
-        dense[token_index, expert_index] = grad
-        return dense.gather(1, expert_ids), None, None, None, None
+        """Both halves at once."""
+        return self.finish_combine(self.start_combine(expert_output, state))

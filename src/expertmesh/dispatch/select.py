@@ -1,46 +1,92 @@
-"""Choosing a dispatcher by name."""
+"""Choosing a dispatcher: by name, or the best one that works."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
+
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from expertmesh.dispatch.all_to_all import AllToAllDispatcher
 from expertmesh.dispatch.local import LocalDispatcher
 from expertmesh.dispatch.protocol import TokenDispatcher
+from expertmesh.dispatch.registry import FALLBACK, find_transport, transport_names
+from expertmesh.dispatch.transport import Situation
+from expertmesh.dispatch.transported import TransportDispatcher
 from expertmesh.errors import ConfigError
 
-# `auto` picks the first. Engines that need a GPU come with their own plugins.
-DISPATCHERS = ("all_to_all",)
-NOT_IN_THIS_VERSION = {
-    "deepep": "the DeepEP dispatcher is not part of this version",
-    "hybridep": "the HybridEP dispatcher is not part of this version",
-}
+logger = logging.getLogger(__name__)
+
+# What `auto` tries, best first. Other packages' dispatchers are taken where somebody asks for them.
+PREFERENCE = ("deepep", "hybridep", "te_ep", FALLBACK)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The outcome of a choice.
+
+    Attributes:
+        name: what was chosen.
+        refused: what would have been better, with the reason why it does not work here.
+    """
+
+    name: str
+    refused: dict[str, str]
+
+    def __str__(self) -> str:
+        reasons = "".join(f"; {name} was not chosen: {reason}" for name, reason in self.refused.items())
+        return f"tokens travel by {self.name}{reasons}"
 
 
 def check_dispatcher(name: str) -> None:
-    """Refuse a dispatcher that cannot be built.
+    """Refuse a name that nobody registered.
 
     Raises:
-        ConfigError: says why, and which names work.
+        ConfigError: says which names there are.
     """
-    if name in ("auto", *DISPATCHERS):
-        return
-    reason = NOT_IN_THIS_VERSION.get(name, f"ep_dispatcher {name!r} is unknown")
-    raise ConfigError(f"{reason}: set ep_dispatcher to auto or {', '.join(DISPATCHERS)}.")
+    if name != "auto":
+        find_transport(name)
 
 
-def build_dispatcher(name: str, ep_mesh: DeviceMesh, num_experts: int) -> TokenDispatcher:
-    """The dispatcher for one experts module.
+def choose(name: str, situation: Situation) -> Choice:
+    """What `ep_dispatcher` means in a situation. `auto` takes the first of `PREFERENCE` that works.
+
+    Raises:
+        ConfigError: a dispatcher that was asked for by name does not work; it is never replaced by another.
+    """
+    if name != "auto":
+        refusal = find_transport(name).refusal(situation)
+        if refusal is not None:
+            raise ConfigError(f"ep_dispatcher {name} cannot be used here: {refusal} `auto` takes what works.")
+        return Choice(name, {})
+    refused = {}
+    for candidate in PREFERENCE:
+        if candidate not in transport_names():
+            continue
+        reason = find_transport(candidate).refusal(situation)
+        if reason is None:
+            return Choice(candidate, refused)
+        refused[candidate] = reason
+    raise AssertionError(f"{FALLBACK} refuses nothing")
+
+
+def build_dispatcher(name: str, ep_mesh: DeviceMesh, situation: Situation) -> TokenDispatcher:
+    """The dispatcher for all experts modules with the same situation. Logs, once, what `auto` came to.
 
     Args:
-        name: `auto` or one of `DISPATCHERS`.
+        name: `auto` or one of `transport_names()`.
         ep_mesh: 1-D mesh of the EP group.
-        num_experts: experts over all ranks of the group.
+        situation: what it has to do.
 
     Raises:
-        ConfigError: see `check_dispatcher`.
+        ConfigError: see `choose`.
     """
-    check_dispatcher(name)
     if ep_mesh.size() == 1:
-        return LocalDispatcher(num_experts)
-    return AllToAllDispatcher(ep_mesh, num_experts)
+        check_dispatcher(name)
+        return LocalDispatcher(situation.num_experts)
+    choice = choose(name, situation)
+    if name == "auto" and dist.get_rank() == 0:
+        # On a CPU there is nothing better to be had; on an accelerator somebody will want to know.
+        missed = choice.name == FALLBACK and situation.device.type != "cpu"
+        logger.log(logging.WARNING if missed else logging.INFO, "%s", choice)
+    return TransportDispatcher(find_transport(choice.name)(ep_mesh, situation))

@@ -72,7 +72,7 @@ class Transfer:
     """Tensors that may still be on their way.
 
     Attributes:
-        tensors: not to be touched before `wait` was called.
+        tensors: not to be touched before `wait` was called; no two share memory.
         wait: makes the current stream wait for them, and the host where the engine cannot do otherwise. Called once.
     """
 
@@ -166,12 +166,34 @@ class Transport(ABC):
         Args:
             route: made by `plan`.
             rows: `[received, hidden]` or `[rows, hidden]`, as `send` brought them: results, or gradients of tokens.
-            weights: gradients of the weights that `send` brought, float32, in their shape; zero at slots of other ranks.
+            weights: gradients of the weights that `send` brought, float32; zero at slots of other ranks.
 
         Returns:
             `[tokens, hidden]` in the dtype of `rows`, and the gradients of the routing weights `[tokens, top_k]`
             float32 (None without `weights`).
         """
+
+    def received(self, route: Route, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Take apart what `send` with routing brought, once it is here, where it travelled in another form."""
+        return tensors
+
+    def returned(self, route: Route, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None]:
+        """The same for `send_back`."""
+        return tensors
+
+    def fake_received(self, received: int, hidden: Tensor, top_k_index: Tensor) -> list[Tensor]:
+        """Tensors without contents in the shapes of those that `send` with routing starts; for compilers.
+
+        Args:
+            received: `R` or `P`, a number that nobody knows yet.
+            hidden, top_k_index: as `send` gets them.
+        """
+        if self.brings_rows:
+            weights = hidden.new_empty(received, dtype=torch.float32)
+            return [hidden.new_empty(received, hidden.shape[1]), weights]
+        shape = (received, top_k_index.shape[1])
+        weights = hidden.new_empty(shape, dtype=torch.float32)
+        return [hidden.new_empty(received, hidden.shape[1]), weights, top_k_index.new_empty(shape)]
 
 
 class TransportHandle(OpaqueBase):
