@@ -42,6 +42,9 @@ def test_dp_shard_takes_the_ranks_that_are_left(sizes, world_size, dp_shard, efs
         (dict(ep_layers="fast"), 8, "choose among hf"),
         (dict(ep_checkpoint_format="zip"), 8, "choose among hf, dcp"),
         (dict(ep_async_save="yes"), 8, "ep_async_save must be true or false"),
+        (dict(ep_balance_aux_loss="both"), 8, "choose among global, local"),
+        (dict(ep_balance_bias_rate=-0.1), 8, "ep_balance_bias_rate must be a number of at least 0, but is -0.1"),
+        (dict(ep_z_loss=float("nan")), 8, "ep_z_loss must be a number of at least 0, but is nan"),
     ],
 )
 def test_sizes_that_cannot_work_are_refused_with_the_remedy(sizes, world_size, message):
@@ -86,6 +89,14 @@ def test_a_size_that_is_no_number_is_refused():
 @pytest.mark.parametrize(("text", "value"), [("True", True), (True, True), ("no", False), ("0", False)])
 def test_a_switch_is_read_as_a_yaml_or_an_environment_spells_it(text, value):
     assert ExpertParallelConfig.from_mapping({"parallelism_config_ep_async_save": text}).ep_async_save is value
+
+
+def test_a_number_is_read_as_text_or_refused():
+    assert ExpertParallelConfig.from_mapping({"parallelism_config_ep_balance_bias_rate": "1e-3"}) == (
+        ExpertParallelConfig(ep_balance_bias_rate=0.001)
+    )
+    with pytest.raises(ConfigError, match="parallelism_config_ep_z_loss must be a number, but is 'small'"):
+        ExpertParallelConfig.from_mapping({"ep_z_loss": "small"})
 
 
 def test_a_switch_that_is_neither_is_refused():
