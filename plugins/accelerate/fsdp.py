@@ -68,6 +68,7 @@ class ExpertMeshFSDPPlugin(FullyShardedDataParallelPlugin):
         extended = cls.__new__(cls)
         extended.__dict__.update(plugin.__dict__)
         extended.cpu_ram_efficient_loading = False
+        extended.activation_checkpointing |= config.ep_activation_checkpointing != "none"
         if mixed_precision != "no" and extended.mixed_precision_policy is None:
             extended.set_mixed_precision(mixed_precision)
         extended.config = config

@@ -36,6 +36,8 @@ class ExpertMeshConfig(ParallelismConfig):
         ep_dispatcher: how tokens travel. Default `auto`.
         ep_compute: how experts are multiplied. Default `auto`.
         ep_chunks: parts of a batch, of which one travels while another is computed. Default 1.
+        ep_activation_checkpointing: what a block keeps for the backward: `none` (all of it), `full` (its input and its
+            routing) or `selective` (what is dear to get again too). Default `none`.
         ep_layers: the layers around the experts. Default `hf`.
         ep_checkpoint_format: `hf`, a Hugging Face model, or `dcp`, as Accelerate's FSDP2 writes it. Default `hf`.
         ep_async_save: write checkpoints in the background. Default false.
@@ -54,6 +56,7 @@ class ExpertMeshConfig(ParallelismConfig):
     ep_dispatcher: str | None = None
     ep_compute: str | None = None
     ep_chunks: int | None = None
+    ep_activation_checkpointing: str | None = None
     ep_layers: str | None = None
     ep_checkpoint_format: str | None = None
     ep_async_save: bool | None = None
@@ -110,6 +113,7 @@ class ExpertMeshConfig(ParallelismConfig):
 def _patch_transformers() -> None:
     """Let Transformers load and save like us too, where a script uses its Trainer; which it has imported by then."""
     plugin = load_plugin("transformers").__name__
+    import_module(f"{plugin}.checkpointing").patch_checkpointing()
     if "transformers.trainer" in sys.modules:
         import_module(f"{plugin}.trainer").patch_trainer()
 

@@ -33,6 +33,7 @@ from expertmesh.expert_parallel import Replaced, install_forward, plan_experts, 
 from expertmesh.experts import check_divisible, find_experts
 from expertmesh.host_memory import keep_freed_memory
 from expertmesh.mesh import ExpertMesh, build_dense_mesh, build_expert_mesh
+from expertmesh.recompute import keep_routing
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def apply_expert_parallel(
         else:
             result.unmanaged.extend(pair.new for pair in replaced)
         result.replaced.extend(replaced)
+    keep_routing(model, "selective" if config.ep_activation_checkpointing == "selective" else "full")
     return result
 
 
@@ -142,7 +144,6 @@ def parallelize(
     device: torch.device | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
-    activation_checkpointing: bool = False,
 ) -> nn.Module:
     """Compose expert parallelism, activation checkpointing and FSDP2 on a model, without Accelerate. Collective.
 
@@ -155,7 +156,6 @@ def parallelize(
         device: where to train; by default the current accelerator, or the CPU.
         mp_policy: FSDP2's mixed precision.
         reshard_after_forward: whether gathered weights are freed between forward and backward.
-        activation_checkpointing: recompute each block in the backward pass.
 
     Returns:
         The same model.
@@ -171,10 +171,10 @@ def parallelize(
     device = torch.device(device) if device is not None else _default_device()
     dense_mesh = build_dense_mesh(config, device.type)
     options = {"mp_policy": mp_policy or MixedPrecisionPolicy(), "reshard_after_forward": reshard_after_forward}
-    sharded = apply_expert_parallel(model, config, build_expert_mesh(config, device.type), dense_mesh, device, options)
-    if activation_checkpointing:
+    if config.ep_activation_checkpointing != "none":
         for parent, name, block in list(_blocks(model)):
             setattr(parent, name, checkpoint_wrapper(block, preserve_rng_state=False))
+    sharded = apply_expert_parallel(model, config, build_expert_mesh(config, device.type), dense_mesh, device, options)
     ignored = set(sharded.unmanaged)
     for _, _, block in list(_blocks(model)):
         fully_shard(block, mesh=dense_mesh, ignored_params=ignored, **options)

@@ -19,6 +19,9 @@ ENV_PREFIX = "PARALLELISM_CONFIG_"
 # `hf` keeps the model's own attention, linear and norm layers.
 EP_LAYERS = ("hf",)
 
+# See `expertmesh.recompute`.
+EP_ACTIVATION_CHECKPOINTING = ("none", "full", "selective")
+
 # `hf` makes every checkpoint a Hugging Face model; `dcp` writes the layout of Accelerate's FSDP2.
 EP_CHECKPOINT_FORMATS = ("hf", "dcp")
 
@@ -57,6 +60,9 @@ class ExpertParallelConfig:
         ep_dispatcher: how tokens travel, a name registered in `expertmesh.dispatch`, or `auto`.
         ep_compute: how the experts are computed, a name registered in `expertmesh.compute`, or `auto`.
         ep_chunks: parts that a batch is cut into, so that one travels while another is computed.
+        ep_activation_checkpointing: what each block keeps for the backward: everything (`none`), nothing but its
+            routing (`full`), or what is dear to get again (`selective`). Where the script or `fsdp_config` turns
+            checkpointing on by itself, `none` means `full`.
         ep_layers: which implementation the layers around the experts use.
         ep_checkpoint_format: what a training checkpoint is, a Hugging Face model (`hf`) or DCP as Accelerate's FSDP2
             writes it (`dcp`). Both resume on any mesh.
@@ -74,6 +80,7 @@ class ExpertParallelConfig:
     ep_dispatcher: str = "auto"
     ep_compute: str = "auto"
     ep_chunks: int = 1
+    ep_activation_checkpointing: str = "none"
     ep_layers: str = "hf"
     ep_checkpoint_format: str = "hf"
     ep_async_save: bool = False
@@ -174,13 +181,13 @@ class ExpertParallelConfig:
                 f"cp_size {self.cp_size} cannot be combined with expert parallelism yet: set cp_size to 1 and give "
                 f"its ranks to dp_shard_size."
             )
-        if self.ep_layers not in EP_LAYERS:
-            raise ConfigError(f"ep_layers {self.ep_layers!r} is unknown: choose among {', '.join(EP_LAYERS)}.")
-        if self.ep_checkpoint_format not in EP_CHECKPOINT_FORMATS:
-            raise ConfigError(
-                f"ep_checkpoint_format {self.ep_checkpoint_format!r} is unknown: choose among "
-                f"{', '.join(EP_CHECKPOINT_FORMATS)}."
-            )
+        for name, choices in (
+            ("ep_layers", EP_LAYERS),
+            ("ep_checkpoint_format", EP_CHECKPOINT_FORMATS),
+            ("ep_activation_checkpointing", EP_ACTIVATION_CHECKPOINTING),
+        ):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} {getattr(self, name)!r} is unknown: choose among {', '.join(choices)}.")
         if not isinstance(self.ep_async_save, bool):
             raise ConfigError(f"ep_async_save must be true or false, but is {self.ep_async_save!r}: correct it.")
         self._check_balance()

@@ -47,7 +47,8 @@ class Case:
     freeze: Callable[[str], bool] = lambda name: False
     micro_batches: int = 1
     bf16: bool = False
-    checkpointing: bool = False
+    checkpointing: str = "none"
+    chunks: int = 1
     lora: dict[str, object] | None = None
     fault: Callable[[nn.Module], None] | None = None
 
@@ -114,7 +115,10 @@ def all_cases(world_size: int) -> dict[str, Case]:
         cases[f"routing-{name}"] = Case(ep=world_size, routing=routing, model=model)
         cases[f"routing-{name}-efsdp"] = Case(ep=world_size // 2, routing=routing, model=model)
     cases["accumulation"] = Case(ep=2, micro_batches=2)
-    cases["checkpointing"] = Case(ep=2, checkpointing=True)
+    cases["checkpointing"] = Case(ep=2, checkpointing="full")
+    cases["selective-checkpointing"] = Case(ep=2, checkpointing="selective")
+    cases["chunks"] = Case(ep=2, chunks=2)
+    cases["chunks-empty-rank"] = Case(ep=world_size, chunks=3, routing=first_rank_only, checkpointing="full")
     cases["grouped-mm"] = Case(ep=2, compute="grouped_mm")
     cases["experts-frozen"] = Case(ep=2, freeze=lambda name: ".experts." in name)
     cases["only-experts-trained"] = Case(ep=2, freeze=lambda name: ".experts." not in name)
@@ -164,7 +168,7 @@ def lora_cases(world_size: int) -> dict[str, Case]:
     cases |= {name: Case(ep=2, lora=kind) for name, kind in kinds.items()}
     cases["grouped-mm"] = Case(ep=2, lora={**both, "r": 3}, compute="grouped_mm")
     cases["accumulation"] = Case(ep=2, lora=everything, micro_batches=2)
-    cases["checkpointing"] = Case(ep=2, lora=everything, checkpointing=True)
+    cases["checkpointing"] = Case(ep=2, lora=everything, checkpointing="full")
     cases["one-expert"] = Case(ep=2, lora=both, routing=one_expert)
     cases |= {f"family-{family}": Case(ep=2, family=family, lora=both) for family in LORA_FAMILIES}
     ungated = {"target_parameters": ["experts.up_proj", "experts.down_proj"]}
@@ -181,9 +185,15 @@ def run(case: Case) -> dict[str, float | str]:
     parallel = copy.deepcopy(reference)
     for model in (reference, parallel):
         _route(model, case.routing)
-    config = ExpertParallelConfig(ep_size=case.ep, dp_replicate_size=case.replicas, ep_compute=case.compute)
+    config = ExpertParallelConfig(
+        ep_size=case.ep,
+        dp_replicate_size=case.replicas,
+        ep_compute=case.compute,
+        ep_chunks=case.chunks,
+        ep_activation_checkpointing=case.checkpointing,
+    )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if case.bf16 else None
-    parallelize(parallel, config, mp_policy=policy, activation_checkpointing=case.checkpointing)
+    parallelize(parallel, config, mp_policy=policy)
     if case.fault is not None:
         case.fault(parallel)
 
