@@ -116,6 +116,7 @@ def _patch_transformers() -> None:
     import_module(f"{plugin}.checkpointing").patch_checkpointing()
     if "transformers.trainer" in sys.modules:
         import_module(f"{plugin}.trainer").patch_trainer()
+        import_module(f"{plugin}.balance").patch_trainer()
 
 
 def _world_size() -> int:

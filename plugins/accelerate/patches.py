@@ -8,6 +8,8 @@ tests/test_deferred_load.py:
 - `accelerate.Accelerator.get_state_dict`: adapters of experts as PEFT stores them (tests/test_peft.py).
 - `accelerate.Accelerator.end_training`: first waits for a checkpoint that is written in the background, and for the
   other ranks.
+- `accelerate.Accelerator.prepare`: first gives models with routed experts what balances them, in one process too.
+- `accelerate.Accelerator.backward`: first adds a z-loss that no loss was there for yet (both: tests/test_balance.py).
 - `accelerate.accelerator.fsdp2_prepare_model`: a model whose weights were left in their files gets them once
   sharded, and trainable weights that ranks drew become equal on all replicas (tests/test_peft_traps.py).
 
@@ -25,8 +27,9 @@ from accelerate import accelerator as accelerator_module
 from expertmesh_plugins.accelerate.checkpoints import get_state_dict, load_state, save_state
 from expertmesh_plugins.accelerate.fsdp import ExpertMeshFSDPPlugin
 from expertmesh_plugins.patching import divert
-from torch import nn
+from torch import Tensor, nn
 
+from expertmesh.balance import balance, join_expected
 from expertmesh.checkpoint.checkpoint import wait_for_checkpoints
 
 
@@ -36,6 +39,8 @@ def patch_accelerate() -> None:
     divert(Accelerator, "load_state", load_state, _is_ours)
     divert(Accelerator, "get_state_dict", get_state_dict, _is_ours)
     divert(Accelerator, "end_training", _end_training, _is_ours)
+    divert(Accelerator, "prepare", _balance_and_prepare, _is_ours)
+    divert(Accelerator, "backward", _join_and_backward, _is_ours)
     if not hasattr(accelerator_module.fsdp2_prepare_model, "__wrapped__"):
         accelerator_module.fsdp2_prepare_model = _then_fill(accelerator_module.fsdp2_prepare_model)
 
@@ -49,6 +54,17 @@ def _end_training(original: Callable[[Accelerator], None], accelerator: Accelera
     # A rank must not exit right behind a collective: gloo's threads may still hold its tensors (pytorch#179291).
     accelerator.wait_for_everyone()
     original(accelerator)
+
+
+def _balance_and_prepare(original: Callable[..., Any], accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
+    for model in objects:
+        if isinstance(model, nn.Module):
+            balance(model, accelerator.parallelism_config.expert_parallel)
+    return original(accelerator, *objects, **options)
+
+
+def _join_and_backward(original: Callable[..., None], accelerator: Accelerator, loss: Tensor, **options: Any) -> None:
+    original(accelerator, join_expected(loss), **options)
 
 
 def _then_fill(prepare: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

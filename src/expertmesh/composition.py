@@ -25,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from expertmesh.adapters import find_adapters
+from expertmesh.balance import balance
 from expertmesh.compute import check_compute
 from expertmesh.config import ExpertParallelConfig
 from expertmesh.dispatch import check_dispatcher
@@ -162,12 +163,14 @@ def parallelize(
 
     Raises:
         ConfigError: the sizes do not fit the world size, or a choice does not exist.
-        ModelError: the model has no experts, or a number that `ep_size` does not divide.
+        ModelError: the model has no experts, or a number that `ep_size` does not divide, or nothing to balance where
+            the configuration asks for it.
     """
     if not dist.is_initialized():
         raise ConfigError("parallelize needs torch.distributed: call torch.distributed.init_process_group first.")
     config = config.resolve(dist.get_world_size())
     check_model(model, config)
+    balance(model, config)
     device = torch.device(device) if device is not None else _default_device()
     dense_mesh = build_dense_mesh(config, device.type)
     options = {"mp_policy": mp_policy or MixedPrecisionPolicy(), "reshard_after_forward": reshard_after_forward}

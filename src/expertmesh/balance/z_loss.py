@@ -1,0 +1,200 @@
+"""The router z-loss: the mean squared logsumexp of the router's logits, which keeps them from growing.
+
+With `z_r = logsumexp(logits_r)` and the mean over the rows `r` of all tokens of all ranks and of all layers,
+`loss += coefficient * mean_r(z_r ** 2)`, and `d/d logits_r = coefficient / rows * 2 z_r softmax(logits_r)`.
+
+How the gradient gets in: it is added where the routing weights, which come from the same logits, enter the experts.
+There it is found again when activation checkpointing of either kind runs the layer anew, where a tensor that was
+carried out of the layer would have lost its history. How large it is becomes known when the backward pass begins, at
+the loss::
+
+    logits --+--> weights --> [enter] --> experts --> ... --> [join] --> loss
+             +------------------^                               ^
+                                 <-- scale of the gradient ------+  (and the value is added)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from expertmesh.balance.loss_use import loss_use
+from expertmesh.balance.ranks import num_ranks, sum_over_ranks
+from expertmesh.balance.routed import called_experts, is_recomputation
+from expertmesh.errors import ModelError
+
+# Row sums of softmax that are 1 but for rounding, bfloat16's included.
+_ROUNDING = 0.02
+
+
+class _Pass:
+    """One forward pass of the model: what its layers contribute, and later the scale of their gradients."""
+
+    def __init__(self) -> None:
+        self.squares: list[Tensor] = []
+        self.rows = 0
+        self.gradient_scale: Tensor | None = None
+
+    def add(self, logits: Tensor) -> None:
+        self.squares.append(logits.detach().float().logsumexp(-1).square().sum())
+        self.rows += len(logits)
+
+
+class RouterZLoss:
+    """Adds the z-loss to the loss that a model returns in training, and its exact gradient.
+
+    Args:
+        model: before or after it is sharded. It keeps this object alive.
+        coefficient: of the mean squared logsumexp.
+        routers: for each router the position of its logits in what it returns.
+
+    Raises:
+        ModelError: there are no routers. And when the model runs: routers report probabilities instead of logits, or
+            nothing before the experts are called; or the loss is computed elsewhere and never given to `join`.
+    """
+
+    def __init__(self, model: nn.Module, coefficient: float, routers: Mapping[nn.Module, int]) -> None:
+        if not routers:
+            raise ModelError(
+                f"ep_z_loss is set, but {type(model).__name__} does not say where its routers' logits are "
+                f"(`_can_record_outputs`): set it to 0."
+            )
+        self._name = type(model).__name__
+        self._coefficient = coefficient
+        self._running: _Pass | None = None
+        self._logits: Tensor | None = None
+        # The pass whose backward is running; a reentrant checkpoint asks for it.
+        self._in_backward: _Pass | None = None
+        self._checked = False
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end)
+        for router, position in routers.items():
+            router.register_forward_hook(self._note_logits(position))
+        for called, _ in called_experts(model).values():
+            called.register_forward_pre_hook(self._enter)
+
+    def join(self, loss: Tensor, finished: _Pass, weight: float) -> Tensor:
+        """The loss with the z-loss of one pass added, in the given weight. Collective."""
+        sums = torch.stack([torch.stack(finished.squares).sum(), finished.squares[0].new_full((), finished.rows)])
+        squares, rows = sum_over_ranks(sums).unbind()
+        scale = self._coefficient * weight / rows
+        return _Join.apply(loss, (squares * scale).to(loss.dtype), scale * num_ranks(), finished, self)
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        self._running = _Pass() if model.training and torch.is_grad_enabled() else None
+
+    def _note_logits(self, position: int) -> Any:
+        def note(router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._logits = output[position] if isinstance(output, tuple) else output
+
+        return note
+
+    def _enter(self, experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        logits, self._logits = self._logits, None
+        current = self._in_backward if is_recomputation() else self._running
+        if current is None:
+            return None
+        if logits is None:
+            raise ModelError(
+                f"ep_z_loss needs the logits of every router, but those of {self._name} are not reported before "
+                f"{type(experts).__name__} is called: set it to 0."
+            )
+        if not is_recomputation():
+            self._check(logits)
+            current.add(logits)
+        hidden, index, weights = args
+        return hidden, index, _Enter.apply(weights, logits, current)
+
+    def _check(self, logits: Tensor) -> None:
+        if self._checked:
+            return
+        self._checked = True  # Reading back is too slow to do it twice.
+        sums = logits.detach().float().sum(-1)
+        if bool((logits >= 0).all() & ((sums - 1).abs() < _ROUNDING).all()):
+            raise ModelError(
+                f"ep_z_loss needs the logits of every router, but what those of {self._name} report are "
+                f"probabilities: set it to 0."
+            )
+
+    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        finished, self._running = self._running, None
+        if finished is None or not finished.squares:
+            return None
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            _expect_loss(self, finished)
+            return None
+        output["loss"] = self.join(loss, finished, loss_use().mean_weight)
+        return output
+
+    def begin_backward(self, finished: _Pass, gradient_scale: Tensor) -> None:
+        """The backward pass has reached the loss."""
+        finished.gradient_scale = gradient_scale
+        self._in_backward = finished
+
+
+class _Join(torch.autograd.Function):
+    """Adds the value to the loss; in backward, tells the layers the scale of their gradients before it gets there."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, loss: Tensor, value: Tensor, gradient_scale: Tensor, finished: _Pass, z_loss: RouterZLoss
+    ) -> Tensor:
+        ctx.gradient_scale, ctx.finished, ctx.z_loss = gradient_scale, finished, z_loss
+        return loss + value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.z_loss.begin_backward(ctx.finished, ctx.gradient_scale * grad.float())
+        return grad, None, None, None, None
+
+
+class _Enter(torch.autograd.Function):
+    """Returns the routing weights as they are; in backward, adds the z-loss's gradient to that of the logits."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, weights: Tensor, logits: Tensor, current: _Pass) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.current = current
+        return weights.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (logits,) = ctx.saved_tensors
+        if ctx.current.gradient_scale is None:
+            raise ModelError(
+                "ep_z_loss was added to the loss that the model returned, but the backward pass started from another "
+                "one: train with the returned loss, pass no `labels` to the model, or set ep_z_loss to 0."
+            )
+        values = logits.float()
+        gradient = values.softmax(-1) * (2 * values.logsumexp(-1, keepdim=True)) * ctx.current.gradient_scale
+        return grad, gradient.to(logits.dtype), None
+
+
+# A pass whose loss somebody else computes, and who knows how to add to it.
+_expected: list[tuple[RouterZLoss, _Pass]] = []
+
+
+def _expect_loss(z_loss: RouterZLoss, finished: _Pass) -> None:
+    if any(other is z_loss for other, _ in _expected):
+        _expected.clear()
+        raise ModelError(
+            "ep_z_loss is added to a loss that the model returns, or to one that `Accelerator.backward` is given, but "
+            "the last forward pass had neither: pass `labels` to the model, call `accelerator.backward(loss)`, or "
+            "set ep_z_loss to 0."
+        )
+    _expected.append((z_loss, finished))
+
+
+def join_expected(loss: Tensor) -> Tensor:
+    """A loss that a script computed itself, with the z-losses of the passes it came from. Collective."""
+    while _expected:
+        z_loss, finished = _expected.pop(0)
+        loss = z_loss.join(loss, finished, 1 / loss_use().micro_batches)
+    return loss
