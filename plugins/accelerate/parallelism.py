@@ -36,6 +36,7 @@ class ExpertMeshConfig(ParallelismConfig):
         ep_dispatcher: how tokens travel. Default `auto`.
         ep_compute: how experts are multiplied. Default `auto`.
         ep_chunks: parts of a batch, of which one travels while another is computed. Default 1.
+        ep_overlap: compute shared experts while tokens travel. Default true.
         ep_activation_checkpointing: what a block keeps for the backward: `none` (all of it), `full` (its input and its
             routing) or `selective` (what is dear to get again too). Default `none`.
         ep_layers: the layers around the experts. Default `hf`.
@@ -56,6 +57,7 @@ class ExpertMeshConfig(ParallelismConfig):
     ep_dispatcher: str | None = None
     ep_compute: str | None = None
     ep_chunks: int | None = None
+    ep_overlap: bool | None = None
     ep_activation_checkpointing: str | None = None
     ep_layers: str | None = None
     ep_checkpoint_format: str | None = None

@@ -34,6 +34,7 @@ from expertmesh.expert_parallel import Replaced, install_forward, plan_experts, 
 from expertmesh.experts import check_divisible, find_experts
 from expertmesh.host_memory import keep_freed_memory
 from expertmesh.mesh import ExpertMesh, build_dense_mesh, build_expert_mesh
+from expertmesh.overlap import run_shared_experts_ahead
 from expertmesh.recompute import keep_routing
 
 
@@ -104,17 +105,18 @@ def apply_expert_parallel(
     result = ShardedExperts()
     for name, experts in modules.items():
         plan = plans[name]
-        wrapping = plan.adapters
-        replaced = shard_by_expert(experts, plan.spec, mesh, device, trainable_dtype, wrapping)
+        replaced = shard_by_expert(experts, plan.spec, mesh, device, trainable_dtype, plan.adapters)
         install_forward(experts, plan, gradient_scale, compute_dtype)
         for child in experts.children():
             if any(True for _ in child.parameters()):
                 fully_shard(child, mesh=dense_mesh, **fsdp_options)
         if managed:
-            _fully_shard_experts(experts if wrapping is None else wrapping.module, mesh, fsdp_options)
+            _fully_shard_experts(plan.called, mesh, fsdp_options)
         else:
             result.unmanaged.extend(pair.new for pair in replaced)
         result.replaced.extend(replaced)
+    if config.ep_overlap and config.ep_size > 1:
+        run_shared_experts_ahead(model, {plan.called for plan in plans.values()}, device)
     keep_routing(model, "selective" if config.ep_activation_checkpointing == "selective" else "full")
     return result
 

@@ -30,6 +30,7 @@ EP_BALANCE_AUX_LOSSES = ("global", "local")
 
 _NUMBERS = ("ep_balance_bias_rate", "ep_z_loss")
 
+_SWITCHES = ("ep_async_save", "ep_overlap")
 _TRUE, _FALSE = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")
 
 # Keys of the same YAML block that Accelerate itself reads and that do not concern expert parallelism.
@@ -60,6 +61,7 @@ class ExpertParallelConfig:
         ep_dispatcher: how tokens travel, a name registered in `expertmesh.dispatch`, or `auto`.
         ep_compute: how the experts are computed, a name registered in `expertmesh.compute`, or `auto`.
         ep_chunks: parts that a batch is cut into, so that one travels while another is computed.
+        ep_overlap: compute shared experts while tokens travel, on a stream of their own.
         ep_activation_checkpointing: what each block keeps for the backward: everything (`none`), nothing but its
             routing (`full`), or what is dear to get again (`selective`). Where the script or `fsdp_config` turns
             checkpointing on by itself, `none` means `full`.
@@ -80,6 +82,7 @@ class ExpertParallelConfig:
     ep_dispatcher: str = "auto"
     ep_compute: str = "auto"
     ep_chunks: int = 1
+    ep_overlap: bool = True
     ep_activation_checkpointing: str = "none"
     ep_layers: str = "hf"
     ep_checkpoint_format: str = "hf"
@@ -188,8 +191,9 @@ class ExpertParallelConfig:
         ):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is unknown: choose among {', '.join(choices)}.")
-        if not isinstance(self.ep_async_save, bool):
-            raise ConfigError(f"ep_async_save must be true or false, but is {self.ep_async_save!r}: correct it.")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, but is {getattr(self, name)!r}: correct it.")
         self._check_balance()
 
     def _check_balance(self) -> None:
@@ -240,7 +244,7 @@ def _short(key: str) -> str:
 
 
 def _parse(key: str, value: object) -> object:
-    if key == "ep_async_save":
+    if key in _SWITCHES:
         return _parse_switch(key, value)
     if key in _NUMBERS:
         return _parse_number(key, value)

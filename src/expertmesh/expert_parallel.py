@@ -156,6 +156,7 @@ class ExpertPlan:
         dispatcher: shared by all modules with the same situation.
         compute: one of `expertmesh.compute.COMPUTES`.
         adapters: what wraps it.
+        called: what the model calls for it: the module, or the outermost wrapper around it.
         chunks: parts of a batch that travel and are computed one under the other.
     """
 
@@ -163,6 +164,7 @@ class ExpertPlan:
     dispatcher: TokenDispatcher
     compute: str
     adapters: ExpertAdapters | None
+    called: nn.Module
     chunks: int
 
 
@@ -195,7 +197,9 @@ def plan_experts(
             dispatchers[situation] = build_dispatcher(config.ep_dispatcher, mesh.ep, situation)
         dispatcher = dispatchers[situation]
         compute = choose_compute(config.ep_compute, device.type, dispatcher.counts_on_host)
-        plans[name] = ExpertPlan(spec, dispatcher, compute, adapters.get(name), config.ep_chunks)
+        wrapping = adapters.get(name)
+        called = experts if wrapping is None else wrapping.module
+        plans[name] = ExpertPlan(spec, dispatcher, compute, wrapping, called, config.ep_chunks)
     return plans
 
 
@@ -212,9 +216,7 @@ def install_forward(
     """
     function = build_expert_function(plan.compute, experts, plan.spec, gradient_scale)
     forward: Callable[..., Tensor] = ExpertParallelForward(experts, plan, function, compute_dtype)
-    adapters = plan.adapters
-    called = experts if adapters is None else adapters.module
-    called.forward = forward
+    plan.called.forward = forward
 
 
 def is_expert_parallel(model: nn.Module) -> bool:

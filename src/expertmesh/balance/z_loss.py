@@ -54,7 +54,7 @@ class RouterZLoss:
 
     Raises:
         ModelError: there are no routers. And when the model runs: routers report probabilities instead of logits, or
-            nothing before the experts are called; or the loss is computed elsewhere and never given to `join`.
+            nothing before the experts are called; or the backward pass starts from a loss it was not added to.
     """
 
     def __init__(self, model: nn.Module, coefficient: float, routers: Mapping[nn.Module, int]) -> None:
@@ -77,12 +77,19 @@ class RouterZLoss:
         for called, _ in called_experts(model).values():
             called.register_forward_pre_hook(self._enter)
 
-    def join(self, loss: Tensor, finished: _Pass, weight: float) -> Tensor:
-        """The loss with the z-loss of one pass added, in the given weight. Collective."""
-        sums = torch.stack([torch.stack(finished.squares).sum(), finished.squares[0].new_full((), finished.rows)])
+    def join(self, loss: Tensor, passes: list[_Pass], weight: float) -> Tensor:
+        """A loss with the z-loss of the passes it came from added, in the given weight. Collective."""
+        squares = torch.stack([layer for one in passes for layer in one.squares]).sum()
+        sums = torch.stack([squares, squares.new_full((), sum(one.rows for one in passes))])
         squares, rows = sum_over_ranks(sums).unbind()
         scale = self._coefficient * weight / rows
-        return _Join.apply(loss, (squares * scale).to(loss.dtype), scale * num_ranks(), finished, self)
+        return _Join.apply(loss, (squares * scale).to(loss.dtype), scale * num_ranks(), passes, self)
+
+    def begin_backward(self, passes: list[_Pass], gradient_scale: Tensor) -> None:
+        """The backward pass has reached the loss."""
+        for one in passes:
+            one.gradient_scale = gradient_scale
+        self._in_backward = passes[-1]
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         self._running = _Pass() if model.training and torch.is_grad_enabled() else None
@@ -126,15 +133,10 @@ class RouterZLoss:
             return None
         loss = getattr(output, "loss", None)
         if loss is None:
-            _expect_loss(self, finished)
+            _waiting.append((self, finished))
             return None
-        output["loss"] = self.join(loss, finished, loss_use().mean_weight)
+        output["loss"] = self.join(loss, [finished], loss_use().mean_weight)
         return output
-
-    def begin_backward(self, finished: _Pass, gradient_scale: Tensor) -> None:
-        """The backward pass has reached the loss."""
-        finished.gradient_scale = gradient_scale
-        self._in_backward = finished
 
 
 class _Join(torch.autograd.Function):
@@ -142,15 +144,15 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, loss: Tensor, value: Tensor, gradient_scale: Tensor, finished: _Pass, z_loss: RouterZLoss
+        ctx: FunctionCtx, loss: Tensor, value: Tensor, gradient_scale: Tensor, passes: list[_Pass], z_loss: RouterZLoss
     ) -> Tensor:
-        ctx.gradient_scale, ctx.finished, ctx.z_loss = gradient_scale, finished, z_loss
+        ctx.gradient_scale, ctx.passes, ctx.z_loss = gradient_scale, passes, z_loss
         return loss + value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.z_loss.begin_backward(ctx.finished, ctx.gradient_scale * grad.float())
+        ctx.z_loss.begin_backward(ctx.passes, ctx.gradient_scale * grad.float())
         return grad, None, None, None, None
 
 
@@ -169,32 +171,25 @@ class _Enter(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         if ctx.current.gradient_scale is None:
             raise ModelError(
-                "ep_z_loss was added to the loss that the model returned, but the backward pass started from another "
-                "one: train with the returned loss, pass no `labels` to the model, or set ep_z_loss to 0."
+                "ep_z_loss is added to the loss that the model returns, or to the one that `Accelerator.backward` is "
+                "given where it returns none, but this backward pass started elsewhere: pass `labels` to the model and "
+                "use its loss, pass none and call `accelerator.backward(loss)`, or set ep_z_loss to 0."
             )
         values = logits.float()
         gradient = values.softmax(-1) * (2 * values.logsumexp(-1, keepdim=True)) * ctx.current.gradient_scale
         return grad, gradient.to(logits.dtype), None
 
 
-# A pass whose loss somebody else computes, and who knows how to add to it.
-_expected: list[tuple[RouterZLoss, _Pass]] = []
-
-
-def _expect_loss(z_loss: RouterZLoss, finished: _Pass) -> None:
-    if any(other is z_loss for other, _ in _expected):
-        _expected.clear()
-        raise ModelError(
-            "ep_z_loss is added to a loss that the model returns, or to one that `Accelerator.backward` is given, but "
-            "the last forward pass had neither: pass `labels` to the model, call `accelerator.backward(loss)`, or "
-            "set ep_z_loss to 0."
-        )
-    _expected.append((z_loss, finished))
+# Passes whose loss somebody else computes, until it is known.
+_waiting: list[tuple[RouterZLoss, _Pass]] = []
 
 
 def join_expected(loss: Tensor) -> Tensor:
-    """A loss that a script computed itself, with the z-losses of the passes it came from. Collective."""
-    while _expected:
-        z_loss, finished = _expected.pop(0)
-        loss = z_loss.join(loss, finished, 1 / loss_use().micro_batches)
+    """A loss that a script computed itself, with the z-losses of the passes since the last one. Collective."""
+    passes: dict[RouterZLoss, list[_Pass]] = {}
+    for z_loss, one in _waiting:
+        passes.setdefault(z_loss, []).append(one)
+    _waiting.clear()
+    for z_loss, its_passes in passes.items():
+        loss = z_loss.join(loss, its_passes, 1 / loss_use().micro_batches)
     return loss
