@@ -15,11 +15,12 @@ from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMa
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 
-from expertmesh.compute import build_expert_function
+from expertmesh.compute import build_expert_function, choose_compute
 from expertmesh.compute.normed import normed_experts
 from expertmesh.compute.projection import LowRank, ProjectionTensors
 from expertmesh.compute.routed import ExpertTensors, routed_experts
 from expertmesh.dispatch.local import LocalDispatcher
+from expertmesh.dispatch.rows import ExpertRows
 from expertmesh.errors import ConfigError
 from expertmesh.experts import ExpertsSpec, find_experts
 
@@ -183,7 +184,85 @@ def test_bf16_tokens_with_float32_weights_accumulate_in_float32():
     assert_close(rounded, exact, tolerance=0.03)
 
 
+class Expand(torch.autograd.Function):
+    """Rows as an engine brings them: padded with zeros to multiples of 8 an expert, and NaN behind the last."""
+
+    @staticmethod
+    def forward(ctx, tokens, row_weights, token_index, slots, num_rows, num_used):
+        rows = tokens.new_zeros(num_rows, tokens.shape[1])
+        rows[num_used:] = float("nan")
+        rows[slots] = tokens[token_index]
+        weights = row_weights.new_zeros(num_rows)
+        weights[slots] = row_weights
+        ctx.save_for_backward(token_index, slots)
+        ctx.num_tokens = tokens.shape[0]
+        return rows, weights
+
+    @staticmethod
+    def backward(ctx, grad_rows, grad_weights):
+        token_index, slots = ctx.saved_tensors
+        grad = grad_rows.new_zeros(ctx.num_tokens, grad_rows.shape[1])
+        return grad.index_add_(0, token_index, grad_rows[slots]), grad_weights[slots], None, None, None, None
+
+
+class Collapse(torch.autograd.Function):
+    """The rows' results added up by token; the gradients come back padded like the rows."""
+
+    @staticmethod
+    def forward(ctx, results, token_index, slots, num_tokens, num_used):
+        ctx.save_for_backward(token_index, slots)
+        ctx.num_rows, ctx.num_used = results.shape[0], num_used
+        return results.new_zeros(num_tokens, results.shape[1]).index_add_(0, token_index, results[slots])
+
+    @staticmethod
+    def backward(ctx, grad):
+        token_index, slots = ctx.saved_tensors
+        rows = grad.new_zeros(ctx.num_rows, grad.shape[1])
+        rows[ctx.num_used :] = float("nan")
+        rows[slots] = grad[token_index]
+        return rows, None, None, None, None
+
+
+def run_on_rows(experts, name, hidden, index, weights):
+    spec = ExpertsSpec.of(experts)
+    dispatched = LocalDispatcher(spec.num_experts).dispatch(hidden, index, weights)
+    counts = torch.tensor(dispatched.rows.rows_per_expert)
+    padded = (counts + 7) // 8 * 8
+    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
+    slots = torch.arange(dispatched.rows.num_rows) + shift.repeat_interleave(counts)
+    num_used = int(padded.sum())
+    token_index = dispatched.rows.token_index
+    rows, row_weights = Expand.apply(hidden, dispatched.row_weights, token_index, slots, num_used + 24, num_used)
+    plan = ExpertRows(None, padded.tolist() if name == "expert_loop" else None, padded.cumsum(0).int(), num_used + 24)
+    tensors = ExpertTensors.of(*(getattr(experts, parameter) for parameter in spec.parameter_names))
+    function = build_expert_function(name, experts, spec, gradient_scale=1.0)
+    if spec.has_post_expert_norm:
+        results = normed_experts(function, tensors, rows, row_weights, plan, experts.post_expert_norm)
+    else:
+        results = routed_experts(function, tensors, rows, row_weights, plan)
+    return Collapse.apply(results, token_index, slots, hidden.shape[0], num_used)
+
+
+@pytest.mark.parametrize("compute", ["expert_loop", "grouped_mm"])
+@pytest.mark.parametrize("kind", ["even", "one-expert", "few-experts"])
+@pytest.mark.parametrize("layout", ["qwen3_moe", "gpt_oss", "nemotron_h", "muse_spark"])
+def test_padded_rows_and_what_lies_behind_them_change_nothing(layout, kind, compute):
+    experts = LAYOUTS[layout]()
+    hidden = torch.randn(TOKENS, 32, generator=torch.Generator().manual_seed(2))
+    index, weights = routing(kind)
+    expected = gradients(experts, lambda *inputs: run_ours(experts, compute, *inputs), hidden, index, weights)
+    ours = gradients(experts, lambda *inputs: run_on_rows(experts, compute, *inputs), hidden, index, weights)
+    assert_close(ours, expected)
+
+
 def test_unknown_compute_is_refused_with_the_known_ones():
-    experts = from_model("qwen3_moe")
     with pytest.raises(ConfigError, match="auto or one of grouped_mm, expert_loop"):
-        build_expert_function("cutlass", experts, ExpertsSpec.of(experts), 1.0)
+        choose_compute("cutlass", "cpu", counts_on_host=True)
+
+
+def test_a_compute_that_needs_counts_on_the_host_is_refused_where_there_are_none():
+    assert choose_compute("auto", "cpu", counts_on_host=True) == "expert_loop"
+    assert choose_compute("auto", "cpu", counts_on_host=False) == "grouped_mm"
+    assert choose_compute("auto", "cuda", counts_on_host=True) == "grouped_mm"
+    with pytest.raises(ConfigError, match="set ep_compute to auto or grouped_mm"):
+        choose_compute("expert_loop", "cpu", counts_on_host=False)

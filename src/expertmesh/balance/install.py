@@ -17,10 +17,16 @@ from expertmesh.plugins import load_plugin
 _DONE = "_expertmesh_balanced"
 
 
-def balance(model: nn.Module, config: ExpertParallelConfig) -> None:
+def balance(model: nn.Module, config: ExpertParallelConfig, *, z_loss_to_returned: bool = True) -> None:
     """Balance a model's routers as the configuration says, before or after it is sharded; once for each model.
 
     A model without routed experts is left alone.
+
+    Args:
+        model: the whole model, as it is called.
+        config: what is asked for.
+        z_loss_to_returned: whether the loss that the model returns is trained with. Otherwise whoever calls `backward`
+            gives the loss to `join_waiting` before.
 
     Raises:
         ModelError: the model has no correction bias, no router logits, or a load-balancing loss of its own kind, and
@@ -35,4 +41,4 @@ def balance(model: nn.Module, config: ExpertParallelConfig) -> None:
     if config.ep_balance_bias_rate:
         BiasUpdate(model, config.ep_balance_bias_rate)
     if config.ep_z_loss:
-        RouterZLoss(model, config.ep_z_loss, engine.router_logits(model))
+        RouterZLoss(model, config.ep_z_loss, engine.router_logits(model), to_returned=z_loss_to_returned)

@@ -11,23 +11,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LossUse:
-    """The way from a rank's loss of one micro-batch to the gradients, apart from what averages over ranks.
+    """The way from the loss of a rank's micro-batch to the gradients, apart from what averages over ranks.
 
     Attributes:
         multiplied: by what. Where a loss is the rank's share of the global loss (divided by the global number of
             tokens), this is the number of ranks, to survive averaging; what is global already has to be divided by it.
-        micro_batches: how many make one optimizer step, as far as the caller divides by them before the backward pass.
-        averaged: whether it does: a loss divided by the number of tokens of all micro-batches is only added up.
+        micro_batches: how many make one optimizer step, where the caller does not leave it to `Accelerator.backward`
+            to divide by them.
     """
 
     multiplied: int = 1
     micro_batches: int = 1
-    averaged: bool = True
-
-    @property
-    def mean_weight(self) -> float:
-        """What to weight a term of the returned loss by, so that its mean over ranks and micro-batches comes out."""
-        return 1 / (self.multiplied * (1 if self.averaged else self.micro_batches))
 
 
 _current: ContextVar[LossUse] = ContextVar("expertmesh_loss_use", default=LossUse())  # noqa: B039

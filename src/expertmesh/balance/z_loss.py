@@ -45,19 +45,22 @@ class _Pass:
 
 
 class RouterZLoss:
-    """Adds the z-loss to the loss that a model returns in training, and its exact gradient.
+    """Adds the z-loss to the loss that a model is trained with, and its exact gradient.
 
     Args:
         model: before or after it is sharded. It keeps this object alive.
         coefficient: of the mean squared logsumexp.
         routers: for each router the position of its logits in what it returns.
+        to_returned: add it to the loss that the model returns; otherwise to the one given to `join_waiting`.
 
     Raises:
         ModelError: there are no routers. And when the model runs: routers report probabilities instead of logits, or
             nothing before the experts are called; or the backward pass starts from a loss it was not added to.
     """
 
-    def __init__(self, model: nn.Module, coefficient: float, routers: Mapping[nn.Module, int]) -> None:
+    def __init__(
+        self, model: nn.Module, coefficient: float, routers: Mapping[nn.Module, int], *, to_returned: bool
+    ) -> None:
         if not routers:
             raise ModelError(
                 f"ep_z_loss is set, but {type(model).__name__} does not say where its routers' logits are "
@@ -65,6 +68,7 @@ class RouterZLoss:
             )
         self._name = type(model).__name__
         self._coefficient = coefficient
+        self._to_returned = to_returned
         self._running: _Pass | None = None
         self._logits: Tensor | None = None
         # The pass whose backward is running; a reentrant checkpoint asks for it.
@@ -131,11 +135,15 @@ class RouterZLoss:
         finished, self._running = self._running, None
         if finished is None or not finished.squares:
             return None
-        loss = getattr(output, "loss", None)
-        if loss is None:
+        if not self._to_returned:
             _waiting.append((self, finished))
             return None
-        output["loss"] = self.join(loss, [finished], loss_use().mean_weight)
+        if getattr(output, "loss", None) is None:
+            raise ModelError(
+                f"ep_z_loss is added to the loss that {self._name} returns, but it returned none: pass `labels`, or set "
+                f"ep_z_loss to 0."
+            )
+        output["loss"] = self.join(output.loss, [finished], 1.0)
         return output
 
 
@@ -171,21 +179,21 @@ class _Enter(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         if ctx.current.gradient_scale is None:
             raise ModelError(
-                "ep_z_loss is added to the loss that the model returns, or to the one that `Accelerator.backward` is "
-                "given where it returns none, but this backward pass started elsewhere: pass `labels` to the model and "
-                "use its loss, pass none and call `accelerator.backward(loss)`, or set ep_z_loss to 0."
+                "ep_z_loss was not added to the loss that this backward pass started from: call "
+                "`accelerator.backward(loss)`, or without Accelerate use the loss that the model returns, or set "
+                "ep_z_loss to 0."
             )
         values = logits.float()
         gradient = values.softmax(-1) * (2 * values.logsumexp(-1, keepdim=True)) * ctx.current.gradient_scale
         return grad, gradient.to(logits.dtype), None
 
 
-# Passes whose loss somebody else computes, until it is known.
+# Passes that a loss will be computed from.
 _waiting: list[tuple[RouterZLoss, _Pass]] = []
 
 
-def join_expected(loss: Tensor) -> Tensor:
-    """A loss that a script computed itself, with the z-losses of the passes since the last one. Collective."""
+def join_waiting(loss: Tensor) -> Tensor:
+    """The loss of a micro-batch, with the z-loss of the passes it was computed from. Collective."""
     passes: dict[RouterZLoss, list[_Pass]] = {}
     for z_loss, one in _waiting:
         passes.setdefault(z_loss, []).append(one)

@@ -25,10 +25,11 @@ def normed_experts(
     gathered = all_rows.gather(tokens)
     each_for_itself = ExpertRows(None, rows.rows_per_expert, rows.offsets, rows.num_rows)
     result = routed_experts(function, weights, gathered, torch.ones_like(row_weights), each_for_itself)
-    # What lies behind the last expert's rows must not reach the norm, nor its gradient.
-    belongs = rows.belongs_to_expert()
-    weighted = norm(torch.where(belongs, result, 0)).float() * torch.where(belongs, row_weights.unsqueeze(1), 0)
     if rows.token_index is None:
-        return weighted.to(tokens.dtype)
+        # What lies behind the last expert's rows must not reach the norm, nor must its gradient.
+        belongs = rows.belongs_to_expert()
+        weighted = norm(torch.where(belongs, result, 0)).float() * row_weights.unsqueeze(1)
+        return torch.where(belongs, weighted, 0).to(tokens.dtype)
+    weighted = norm(result).float() * row_weights.unsqueeze(1)
     output = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     return output.index_add(0, rows.token_index, weighted).to(tokens.dtype)
