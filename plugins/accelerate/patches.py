@@ -9,7 +9,7 @@ tests/test_deferred_load.py:
 - `accelerate.Accelerator.end_training`: first waits for a checkpoint that is written in the background, and for the
   other ranks.
 - `accelerate.Accelerator.prepare`: first gives models with routed experts what balances them, in one process too.
-- `accelerate.Accelerator.backward`: first adds a z-loss that no loss was there for yet (both: tests/test_balance.py).
+- `accelerate.Accelerator.backward`: first adds the z-loss to the loss (both: tests/test_balance.py).
 - `accelerate.accelerator.fsdp2_prepare_model`: a model whose weights were left in their files gets them once
   sharded, and trainable weights that ranks drew become equal on all replicas (tests/test_peft_traps.py).
 
@@ -29,7 +29,7 @@ from expertmesh_plugins.accelerate.fsdp import ExpertMeshFSDPPlugin
 from expertmesh_plugins.patching import divert
 from torch import Tensor, nn
 
-from expertmesh.balance import balance, join_expected
+from expertmesh.balance import balance, join_waiting
 from expertmesh.checkpoint.checkpoint import wait_for_checkpoints
 
 
@@ -59,12 +59,12 @@ def _end_training(original: Callable[[Accelerator], None], accelerator: Accelera
 def _balance_and_prepare(original: Callable[..., Any], accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
     for model in objects:
         if isinstance(model, nn.Module):
-            balance(model, accelerator.parallelism_config.expert_parallel)
+            balance(model, accelerator.parallelism_config.expert_parallel, z_loss_to_returned=False)
     return original(accelerator, *objects, **options)
 
 
 def _join_and_backward(original: Callable[..., None], accelerator: Accelerator, loss: Tensor, **options: Any) -> None:
-    original(accelerator, join_expected(loss), **options)
+    original(accelerator, join_waiting(loss), **options)
 
 
 def _then_fill(prepare: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

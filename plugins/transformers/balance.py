@@ -2,8 +2,8 @@
 
 Monkey-patches, checked on transformers 5.24.0, with tests in tests/test_balance.py:
 
-- `load_balancing_loss_func` of the modeling modules that a balanced model comes from. While such a model runs its
-  forward, the loss is taken over the tokens of all ranks; other models, and every other caller, get the original.
+- `load_balancing_loss_func` of the modeling modules that a balanced model comes from, and of Mixtral's. While such a
+  model runs its forward, the loss is taken over the tokens of all ranks; everybody else gets the original.
 - `transformers.Trainer.compute_loss` and `transformers.Trainer.training_step`: say what becomes of the loss, for the
   terms that are added to it. They compute what they did.
 """
@@ -14,6 +14,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -30,12 +31,15 @@ Loss = Callable[..., Tensor | int]
 
 _FUNCTION = "load_balancing_loss_func"
 
+# TRL's trainers take the loss of every family from here.
+_SHARED = "transformers.models.mixtral.modeling_mixtral"
+
 # How many balanced models' forwards enclose the code that is running.
 _depth: ContextVar[int] = ContextVar("expertmesh_balanced_forwards", default=0)
 
 
 def replace_balancing_loss(model: nn.Module, ours: Loss, computes_the_same: Callable[[Loss], bool]) -> None:
-    """Take the model's load-balancing loss by `ours`, if it has one, and wherever it does not use it leave it alone.
+    """Take load-balancing losses by `ours` while the model runs its forward.
 
     Args:
         model: in whole, as it will be called.
@@ -45,8 +49,7 @@ def replace_balancing_loss(model: nn.Module, ours: Loss, computes_the_same: Call
     Raises:
         ModelError: the model will return a loss of another kind.
     """
-    modules = [module for module in _modeling_modules(model) if hasattr(module, _FUNCTION)]
-    for module in modules:
+    for module in _modeling_modules(model):
         original = getattr(module, _FUNCTION)
         if hasattr(original, "__wrapped__"):
             continue
@@ -57,14 +60,17 @@ def replace_balancing_loss(model: nn.Module, ours: Loss, computes_the_same: Call
                 f"the load-balancing loss of {type(model).__name__} is of a kind that cannot be taken over all ranks: "
                 f"set ep_balance_aux_loss to local, or the model's `output_router_logits` to False."
             )
-    if modules:
-        model.register_forward_pre_hook(_enter)
-        model.register_forward_hook(_leave, always_call=True)
+    model.register_forward_pre_hook(_enter)
+    model.register_forward_hook(_leave, always_call=True)
 
 
 def _modeling_modules(model: nn.Module) -> list[ModuleType]:
     names = {base.__module__ for module in model.modules() for base in type(module).__mro__}
-    return [sys.modules[name] for name in sorted(names) if name in sys.modules]
+    modules = [
+        import_module(_SHARED),
+        *(sys.modules[name] for name in sorted(names - {_SHARED}) if name in sys.modules),
+    ]
+    return [module for module in modules if hasattr(module, _FUNCTION)]
 
 
 def _ours_inside(original: Loss, ours: Loss) -> Loss:
@@ -132,7 +138,8 @@ def _compute_loss(
     return_outputs: bool = False,
     num_items_in_batch: torch.Tensor | int | None = None,
 ) -> Any:
-    shares = trainer.args.average_tokens_across_devices and _divides_by_items(trainer, num_items_in_batch)
+    by_items = num_items_in_batch is not None and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
+    shares = by_items and trainer.args.average_tokens_across_devices
     with loss_used(multiplied=trainer.accelerator.num_processes if shares else 1):
         return original(trainer, model, inputs, return_outputs, num_items_in_batch)
 
@@ -144,18 +151,5 @@ def _training_step(
     inputs: dict[str, Any],
     num_items_in_batch: torch.Tensor | int | None = None,
 ) -> Tensor:
-    steps = trainer.current_gradient_accumulation_steps
-    with loss_used(micro_batches=steps, averaged=not _is_scaled(trainer, num_items_in_batch)):
+    with loss_used(micro_batches=trainer.current_gradient_accumulation_steps):
         return original(trainer, model, inputs, num_items_in_batch)
-
-
-def _divides_by_items(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) -> bool:
-    """Whether Trainer takes a loss as divided by the number of target tokens of the step."""
-    return num_items_in_batch is not None and bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
-
-
-def _is_scaled(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) -> bool:
-    """Whether Trainer only adds the losses of micro-batches up."""
-    if trainer.loss_is_scaled_for_ga is not None:
-        return trainer.loss_is_scaled_for_ga
-    return _divides_by_items(trainer, num_items_in_batch) or trainer.compute_loss_func is not None

@@ -140,8 +140,8 @@ class RouterZLoss:
             return None
         if getattr(output, "loss", None) is None:
             raise ModelError(
-                f"ep_z_loss is added to the loss that {self._name} returns, but it returned none: pass `labels`, or set "
-                f"ep_z_loss to 0."
+                f"ep_z_loss is added to the loss that {self._name} returns, but it returned none: pass `labels`, or "
+                f"set ep_z_loss to 0."
             )
         output["loss"] = self.join(output.loss, [finished], 1.0)
         return output
