@@ -121,30 +121,35 @@ def launch_hook() -> Iterable[Finding]:
 
 
 def dispatchers() -> Iterable[Finding]:
-    """Which ways of moving tokens can be chosen as ep_dispatcher, and what `auto` comes to."""
-    from expertmesh.dispatch.registry import find_transport, transport_names
-    from expertmesh.dispatch.select import choose
+    """Which ways of moving tokens can be chosen as ep_dispatcher on this machine, and what `auto` comes to."""
+    from expertmesh.dispatch.registry import refusal, transport_names
+    from expertmesh.dispatch.select import ask, choose, describe
 
     situation = _usual_situation()
+    yield Finding("situation", describe(situation))
     for name in transport_names():
-        try:
-            refusal = find_transport(name).refusal(situation)
-        except ConfigError as error:
-            refusal = str(error)
-        yield Finding(f"dispatcher {name}", refusal or "usable", works=refusal is None, required=False)
-    yield Finding("dispatcher auto", str(choose("auto", situation)).split(";")[0])
+        reason = refusal(name, situation)
+        yield Finding(f"dispatcher {name}", reason or "usable", works=reason is None, required=False)
+    yield Finding("dispatcher auto", choose("auto", ask("auto", situation)).name)
 
 
 def _usual_situation() -> Situation:
-    """What most people do: a model of Qwen3-30B-A3B's size in bfloat16 on the ranks of one node."""
+    """What most people do: a model of Qwen3-30B-A3B's size in bfloat16 on the ranks of one node, here this machine."""
     import torch
 
+    from expertmesh.dispatch.topology import topology
     from expertmesh.dispatch.transport import Situation
 
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     ranks = max(torch.accelerator.device_count(), 2)
     return Situation(
-        ep_size=ranks, num_experts=128, hidden=2048, dtype=torch.bfloat16, device=device, ranks_per_node=ranks
+        ep_size=ranks,
+        num_experts=128,
+        hidden=2048,
+        dtype=torch.bfloat16,
+        device=device,
+        ranks_per_node=ranks,
+        topology=topology(device.type),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from expertmesh.compute.projection import ProjectionTensors
 from expertmesh.compute.routed import ExpertFunction, ExpertTensors, routed_experts
 from expertmesh.config import ExpertParallelConfig
 from expertmesh.dispatch import Dispatched, TokenDispatcher, build_dispatcher
+from expertmesh.dispatch.topology import ranks_per_node, topology
 from expertmesh.dispatch.transport import Situation
 from expertmesh.errors import ModelError
 from expertmesh.experts import ExpertsSpec
@@ -168,6 +168,29 @@ class ExpertPlan:
     chunks: int
 
 
+def situation_of(
+    experts: nn.Module, spec: ExpertsSpec, ep_size: int, device: torch.device, compute_dtype: torch.dtype | None
+) -> Situation:
+    """What one experts module asks of a dispatcher.
+
+    Args:
+        experts: the module, sharded or not.
+        spec: its layout.
+        ep_size: ranks that share it.
+        device: where its weights are computed.
+        compute_dtype: what tokens are sent in; the dtype of the weights by default.
+    """
+    return Situation(
+        ep_size=ep_size,
+        num_experts=spec.num_experts,
+        hidden=experts.down_proj.shape[2 if spec.is_transposed else 1],
+        dtype=compute_dtype or experts.down_proj.dtype,
+        device=device,
+        ranks_per_node=ranks_per_node(),
+        topology=topology(device.type),
+    )
+
+
 def plan_experts(
     modules: Mapping[str, nn.Module],
     adapters: Mapping[str, ExpertAdapters],
@@ -185,14 +208,7 @@ def plan_experts(
     plans = {}
     for name, experts in modules.items():
         spec = ExpertsSpec.of(experts)
-        situation = Situation(
-            ep_size=mesh.ep.size(),
-            num_experts=spec.num_experts,
-            hidden=experts.down_proj.shape[2 if spec.is_transposed else 1],
-            dtype=compute_dtype or experts.down_proj.dtype,
-            device=device,
-            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None,
-        )
+        situation = situation_of(experts, spec, mesh.ep.size(), device, compute_dtype)
         if situation not in dispatchers:
             dispatchers[situation] = build_dispatcher(config.ep_dispatcher, mesh.ep, situation)
         dispatcher = dispatchers[situation]

@@ -6,10 +6,10 @@ and which points at a `Transport` class.
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 
 from expertmesh.dispatch.all_to_all import AllToAll
-from expertmesh.dispatch.transport import Transport
+from expertmesh.dispatch.transport import Situation, Transport
 from expertmesh.errors import ConfigError
 
 GROUP = "expertmesh.dispatchers"
@@ -18,22 +18,28 @@ FALLBACK = "all_to_all"
 
 def transport_names() -> tuple[str, ...]:
     """All names, the one that always works first."""
-    return (FALLBACK, *sorted(_registered()))
+    return (FALLBACK, *sorted({entry.name for entry in entry_points(group=GROUP)} - {FALLBACK}))
 
 
 def find_transport(name: str) -> type[Transport]:
     """The class behind a name.
 
     Raises:
-        ConfigError: nobody registered the name, or what is registered cannot be imported.
+        ConfigError: nobody registered the name, or several packages did, or what is registered cannot be imported.
     """
     if name == FALLBACK:
         return AllToAll
-    found = _registered().get(name)
-    if found is None:
+    registered = {entry.value: entry for entry in entry_points(group=GROUP, name=name)}
+    if not registered:
         raise ConfigError(
             f"ep_dispatcher {name!r} is unknown: set ep_dispatcher to auto or one of {', '.join(transport_names())}."
         )
+    if len(registered) > 1:
+        raise ConfigError(
+            f"ep_dispatcher {name!r} is registered more than once, as {' and as '.join(sorted(registered))}: "
+            f"uninstall all of these packages but one."
+        )
+    (found,) = registered.values()
     try:
         return found.load()
     # Somebody else's package may fail in any way.
@@ -44,5 +50,14 @@ def find_transport(name: str) -> type[Transport]:
         ) from error
 
 
-def _registered() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+def refusal(name: str, situation: Situation) -> str | None:
+    """Why a dispatcher cannot serve a situation on this rank, with the remedy; None if it can.
+
+    Never raises, whatever a package does: the other ranks are waiting for the answer.
+    """
+    try:
+        return find_transport(name).refusal(situation)
+    except ConfigError as error:
+        return str(error)
+    except Exception as error:
+        return f"its check failed ({type(error).__name__}: {error}): report that to whoever wrote the dispatcher."

@@ -1,8 +1,13 @@
-"""Choosing a dispatcher: by name, or the best one that works."""
+"""Choosing a dispatcher: by name, or the best one that works. All ranks of a job choose the same.
+
+Each rank asks the candidates by itself, without a message; then the answers are exchanged, and a candidate that is
+refused on one rank is refused on all of them. So a rank on which some import fails leaves nobody waiting for it.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -10,15 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from expertmesh.dispatch.local import LocalDispatcher
 from expertmesh.dispatch.protocol import TokenDispatcher
-from expertmesh.dispatch.registry import FALLBACK, find_transport, transport_names
+from expertmesh.dispatch.registry import FALLBACK, find_transport, refusal, transport_names
 from expertmesh.dispatch.transport import Situation
 from expertmesh.dispatch.transported import TransportDispatcher
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, some
 
 logger = logging.getLogger(__name__)
 
-# What `auto` tries, best first. Other packages' dispatchers are taken where somebody asks for them.
+# What `auto` tries, best first. Other dispatchers are taken where somebody asks for them.
 PREFERENCE = ("deepep", "hybridep", "te_ep", FALLBACK)
+
+Answers = Mapping[str, str | None]
+"""Names of dispatchers, with the reason why each is refused, or None."""
 
 
 @dataclass(frozen=True)
@@ -39,39 +47,63 @@ class Choice:
 
 
 def check_dispatcher(name: str) -> None:
-    """Refuse a name that nobody registered.
+    """Refuse a name that nobody registered. Whether what was registered works is not asked here.
 
     Raises:
         ConfigError: says which names there are.
     """
-    if name != "auto":
-        find_transport(name)
+    if name not in ("auto", *transport_names()):
+        raise ConfigError(
+            f"ep_dispatcher {name!r} is unknown: set ep_dispatcher to auto or one of {', '.join(transport_names())}."
+        )
 
 
-def choose(name: str, situation: Situation) -> Choice:
-    """What `ep_dispatcher` means in a situation. `auto` takes the first of `PREFERENCE` that works.
+def ask(name: str, situation: Situation) -> dict[str, str | None]:
+    """What this rank says to a name, or to each of `PREFERENCE` in order if it is `auto`. Does not communicate."""
+    candidates = PREFERENCE if name == "auto" else (name,)
+    return {candidate: refusal(candidate, situation) for candidate in candidates}
+
+
+def choose(name: str, answers: Answers) -> Choice:
+    """What `ep_dispatcher` means, given the answers to it. `auto` takes the first that nobody refuses.
 
     Raises:
         ConfigError: a dispatcher that was asked for by name does not work; it is never replaced by another.
     """
-    if name != "auto":
-        refusal = find_transport(name).refusal(situation)
-        if refusal is not None:
-            raise ConfigError(f"ep_dispatcher {name} cannot be used here: {refusal} `auto` takes what works.")
-        return Choice(name, {})
-    refused = {}
-    for candidate in PREFERENCE:
-        if candidate not in transport_names():
-            continue
-        reason = find_transport(candidate).refusal(situation)
-        if reason is None:
-            return Choice(candidate, refused)
-        refused[candidate] = reason
-    raise AssertionError(f"{FALLBACK} refuses nothing")
+    if name == "auto":
+        refused = {}
+        for candidate, reason in answers.items():
+            if reason is None:
+                return Choice(candidate, refused)
+            refused[candidate] = reason
+        raise AssertionError(f"{FALLBACK} refuses nothing")
+    if answers[name] is not None:
+        raise ConfigError(f"ep_dispatcher {name} cannot be used here: {answers[name]} `auto` takes what works.")
+    return Choice(name, {})
+
+
+def agree(answers: Answers) -> dict[str, str | None]:
+    """The answers of all ranks of the job as one; a reason that not all of them have names its ranks. Collective."""
+    of_ranks: list[Answers] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, answers)
+    return {name: _joined([of_rank[name] for of_rank in of_ranks]) for name in answers}
+
+
+def _joined(reasons: Sequence[str | None]) -> str | None:
+    """One reason for all, out of one a rank."""
+    if len(set(reasons)) == 1:
+        return reasons[0]
+    ranks: dict[str, list[str]] = {}
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            ranks.setdefault(reason, []).append(str(rank))
+    return " ".join(f"on rank {some(those)}: {reason}" for reason, those in ranks.items())
 
 
 def build_dispatcher(name: str, ep_mesh: DeviceMesh, situation: Situation) -> TokenDispatcher:
-    """The dispatcher for all experts modules with the same situation. Logs, once, what `auto` came to.
+    """The dispatcher for all experts modules with the same situation. Collective over all ranks of the job.
+
+    Logs, once, what `auto` came to.
 
     Args:
         name: `auto` or one of `transport_names()`.
@@ -79,14 +111,26 @@ def build_dispatcher(name: str, ep_mesh: DeviceMesh, situation: Situation) -> To
         situation: what it has to do.
 
     Raises:
-        ConfigError: see `choose`.
+        ConfigError: see `choose`; on every rank.
     """
+    check_dispatcher(name)
     if ep_mesh.size() == 1:
-        check_dispatcher(name)
         return LocalDispatcher(situation.num_experts)
-    choice = choose(name, situation)
+    choice = choose(name, agree(ask(name, situation)))
     if name == "auto" and dist.get_rank() == 0:
         # On a CPU there is nothing better to be had; on an accelerator somebody will want to know.
         missed = choice.name == FALLBACK and situation.device.type != "cpu"
-        logger.log(logging.WARNING if missed else logging.INFO, "%s", choice)
+        logger.log(logging.WARNING if missed else logging.INFO, "%s: %s", describe(situation), choice)
     return TransportDispatcher(find_transport(choice.name)(ep_mesh, situation))
+
+
+def describe(situation: Situation) -> str:
+    """What a choice depends on, in a few words."""
+    node = "on one node" if situation.is_inside_node else "across nodes"
+    if situation.ranks_per_node is None:
+        node = "on nobody knows how many nodes"
+    dtype = str(situation.dtype).removeprefix("torch.") if situation.dtype is not None else "autocast's dtype"
+    return (
+        f"{situation.num_experts} experts on {situation.ep_size} ranks {node}, {situation.hidden} features in {dtype} "
+        f"on {situation.device.type}, {situation.topology}"
+    )

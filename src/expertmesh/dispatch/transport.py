@@ -31,6 +31,8 @@ from torch._library.opaque_object import register_opaque_type
 from torch._opaque_base import OpaqueBase
 from torch.distributed.device_mesh import DeviceMesh
 
+from expertmesh.dispatch.topology import UNKNOWN, Topology
+
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
@@ -43,6 +45,7 @@ class Situation:
         dtype: what tokens are sent in; None where only autocast will tell.
         device: where they live.
         ranks_per_node: ranks of this job on one node; None if nobody told.
+        topology: what lies between the ranks.
     """
 
     ep_size: int
@@ -51,6 +54,7 @@ class Situation:
     dtype: torch.dtype | None
     device: torch.device
     ranks_per_node: int | None = None
+    topology: Topology = UNKNOWN
 
     @property
     def num_local_experts(self) -> int:
