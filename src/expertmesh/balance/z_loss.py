@@ -143,7 +143,7 @@ class RouterZLoss:
                 f"ep_z_loss is added to the loss that {self._name} returns, but it returned none: pass `labels`, or "
                 f"set ep_z_loss to 0."
             )
-        output["loss"] = self.join(output.loss, [finished], 1.0)
+        output["loss"] = self.join(output.loss, [finished], 1 / loss_use().multiplied)
         return output
 
 
