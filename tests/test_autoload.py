@@ -9,6 +9,7 @@ import pytest
 from expertmesh_plugins.accelerate import autoload
 from processes import run_command
 
+from expertmesh.after_import import AfterImport
 from expertmesh.errors import CONFIG_EXIT_CODE
 
 ACTIVATE = """
@@ -65,7 +66,8 @@ OTHERS = [
 @pytest.fixture
 def process(monkeypatch):
     """Let this process look like another one."""
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    finders = [finder for finder in sys.meta_path if not isinstance(finder, AfterImport)]
+    monkeypatch.setattr(sys, "meta_path", finders)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.delenv("PARALLELISM_CONFIG_EP_SIZE", raising=False)
 
@@ -77,7 +79,7 @@ def process(monkeypatch):
 
 
 def added_finders():
-    return [finder for finder in sys.meta_path if isinstance(finder, autoload.AfterImport)]
+    return [finder for finder in sys.meta_path if isinstance(finder, AfterImport)]
 
 
 @pytest.mark.parametrize(("argv", "original"), LAUNCHERS)
@@ -120,7 +122,7 @@ def test_a_plain_process_imports_three_modules_and_is_not_touched():
 
 def test_a_broken_hook_is_reported_and_does_not_raise(process, monkeypatch, capsys):
     process(LAUNCHERS[0][0])
-    monkeypatch.setattr(autoload, "AfterImport", None)
+    monkeypatch.setattr(autoload, "_is_launcher", None)
     autoload.activate()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("expertmesh: ")
@@ -138,7 +140,7 @@ def awaited(process, monkeypatch, tmp_path):
 
 def test_the_callback_gets_the_executed_module_once(awaited):
     seen = []
-    sys.meta_path.insert(0, autoload.AfterImport(awaited, lambda module: seen.append(module.value)))
+    sys.meta_path.insert(0, AfterImport(awaited, lambda module: seen.append(module.value)))
     assert importlib.util.find_spec(awaited) is not None
     assert seen == []
     __import__(awaited)
@@ -149,7 +151,7 @@ def test_the_callback_gets_the_executed_module_once(awaited):
 def test_a_module_whose_code_was_running_before_is_looked_after_at_the_next_import(awaited, monkeypatch, tmp_path):
     (tmp_path / "awaited_module.py").write_text(
         "import sys\n"
-        "from expertmesh_plugins.accelerate.autoload import AfterImport\n"
+        "from expertmesh.after_import import AfterImport\n"
         "sys.meta_path.insert(0, AfterImport(__name__, lambda module: module.seen.append(module.value)))\n"
         "seen = []\n"
         "value = 1\n"
@@ -170,7 +172,7 @@ def test_a_worker_loads_weights_our_way_whatever_imports_torch(first):
 
 
 def test_a_failing_callback_is_reported_and_the_import_succeeds(awaited, capsys):
-    sys.meta_path.insert(0, autoload.AfterImport(awaited, lambda module: module.absent))
+    sys.meta_path.insert(0, AfterImport(awaited, lambda module: module.absent))
     assert __import__(awaited).value == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("expertmesh: ")

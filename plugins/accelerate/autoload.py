@@ -22,9 +22,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -40,8 +37,11 @@ def _activate() -> None:
     if os.environ.get("EXPERTMESH_AUTOLOAD") == "0":
         return
     if _is_launcher():
+        from expertmesh.after_import import AfterImport
+
         sys.meta_path.insert(0, AfterImport("accelerate.commands.utils", _teach_launcher))
     elif "PARALLELISM_CONFIG_EP_SIZE" in os.environ:
+        from expertmesh.after_import import AfterImport
         from expertmesh.errors import install_one_line_reports
 
         install_one_line_reports()
@@ -99,50 +99,6 @@ def _install_deferred_load(modeling_utils: ModuleType) -> None:
     from expertmesh.plugins import load_plugin
 
     import_module(f"{load_plugin('transformers').__name__}.deferred_load").install(modeling_utils)
-
-
-class AfterImport(MetaPathFinder):
-    """Finds one module as usual, and calls `callback(module)` once its code has run; then it does nothing any more.
-
-    A module whose code is running already, because it is what imports PyTorch, is looked after at the next import.
-    """
-
-    def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
-        self._name = name
-        self._callback = callback
-        self._searching = False
-        self._waiting = name in sys.modules
-
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The other finders' answer, with a loader that calls back; `None` for every other module."""
-        if self._waiting:
-            self._look_after(sys.modules[self._name])
-        if name != self._name or self._searching:
-            return None
-        self._searching = True
-        try:
-            spec = find_spec(name)
-        finally:
-            self._searching = False
-        if spec is not None:
-            self._wrap(spec.loader)
-        return spec
-
-    def _look_after(self, module: ModuleType) -> None:
-        if not module.__spec__._initializing:
-            # It stays among the finders, which are being gone through at this moment.
-            self._waiting = False
-            _harmlessly(lambda: self._callback(module))
-
-    def _wrap(self, loader: Any) -> None:
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            sys.meta_path.remove(self)
-            _harmlessly(lambda: self._callback(module))
-
-        loader.exec_module = exec_module
 
 
 def _harmlessly(action: Callable[[], None]) -> None:

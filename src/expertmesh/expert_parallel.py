@@ -83,7 +83,7 @@ class ExpertParallelForward:
 
     def _local_tensors(self) -> ExpertTensors:
         # FSDP2 swaps the attribute between its sharded and its gathered form, so it is looked up at every call.
-        local = {name: getattr(self.experts, name).to_local() for name in self.plan.spec.parameter_names}
+        local = {name: _local(getattr(self.experts, name)) for name in self.plan.spec.parameter_names}
         adapters = self.plan.adapters.active() if self.plan.adapters is not None else {}
         return ExpertTensors(
             *(
@@ -91,6 +91,11 @@ class ExpertParallelForward:
                 for name in (self.plan.spec.up_name, "down_proj")
             )
         )
+
+
+def _local(parameter: Tensor) -> Tensor:
+    # Where Transformers calls us, it has put the local parts in place of its DTensors.
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @dataclass(frozen=True)
