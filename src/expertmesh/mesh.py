@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from expertmesh.config import ExpertParallelConfig
 from expertmesh.errors import ConfigError
+from expertmesh.gloo_exit import wait_a_moment_at_exit
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def build_expert_mesh(config: ExpertParallelConfig, device_type: str) -> ExpertM
     """
     if not dist.is_initialized():
         raise ConfigError("expert parallelism needs torch.distributed: start the script with `accelerate launch`.")
+    if device_type == "cpu":
+        wait_a_moment_at_exit()
     config = config.resolve(dist.get_world_size())
     shape = (config.dp_replicate_size, config.efsdp_size, config.ep_size)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep"))
