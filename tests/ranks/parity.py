@@ -43,6 +43,7 @@ class Case:
     family: str = "qwen3_moe"
     model: dict[str, object] = field(default_factory=dict)
     compute: str = "auto"
+    dispatcher: str = "auto"
     routing: Routing | None = None
     freeze: Callable[[str], bool] = lambda name: False
     micro_batches: int = 1
@@ -189,6 +190,7 @@ def run(case: Case) -> dict[str, float | str]:
         ep_size=case.ep,
         dp_replicate_size=case.replicas,
         ep_compute=case.compute,
+        ep_dispatcher=case.dispatcher,
         ep_chunks=case.chunks,
         ep_activation_checkpointing=case.checkpointing,
     )
