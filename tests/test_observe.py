@@ -47,7 +47,7 @@ def test_a_token_counts_once_for_each_of_its_experts_and_once_for_each_rank_that
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_is_not_counted_again(reentrant):
     model, tokens = rerouted()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
     load = ExpertLoad(model)
     calls = []
     find_experts(model)["model.layers.0.mlp.experts"].register_forward_pre_hook(lambda *_: calls.append(1))

@@ -115,7 +115,7 @@ def compare(case: Case) -> dict[str, float]:
     reference.config.output_router_logits = case.aux
     parallel = copy.deepcopy(reference)
     if case.reentrant is not None:
-        parallel.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": case.reentrant})
+        parallel.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": case.reentrant})
     config = ExpertParallelConfig(
         ep_size=case.ep,
         dp_replicate_size=case.replicas,

@@ -53,7 +53,7 @@ class BiasUpdate:
     """Moves the correction biases of a model after each step of its optimizer, equally on all ranks.
 
     The load is that of all tokens since the last step: of all ranks and all micro-batches, in training mode, without
-    recomputations. Steps that a gradient scaler skips leave it for the next.
+    recomputations.
 
     Args:
         model: before or after it is sharded. It keeps this object alive.
