@@ -113,8 +113,8 @@ def build_dispatcher(name: str, ep_mesh: DeviceMesh, situation: Situation) -> To
     Raises:
         ConfigError: see `choose`; on every rank.
     """
-    check_dispatcher(name)
     if ep_mesh.size() == 1:
+        check_dispatcher(name)
         return LocalDispatcher(situation.num_experts)
     choice = choose(name, agree(ask(name, situation)))
     if name == "auto" and dist.get_rank() == 0:
