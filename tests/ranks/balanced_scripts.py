@@ -93,9 +93,10 @@ def by_trl(output: str) -> Log:
 
 
 def by_hand() -> Log:
-    """A bare loop that computes its loss from the logits."""
-    accelerator = Accelerator(parallelism_config=balanced(), gradient_accumulation_steps=MICRO_BATCHES)
-    network = model()
+    """A bare loop that computes its loss from the logits. Its model has a correction bias, which comes last."""
+    config = ExpertMeshConfig(ep_size=num_processes(), ep_z_loss=0.1, ep_balance_bias_rate=0.01)
+    accelerator = Accelerator(parallelism_config=config, gradient_accumulation_steps=MICRO_BATCHES)
+    network = build("deepseek_v3")
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
     network, optimizer = accelerator.prepare(network, optimizer)
     log, losses = [], []
@@ -111,7 +112,9 @@ def by_hand() -> Log:
             optimizer.step()
             optimizer.zero_grad()
     forgotten(network, tokens)
-    return log
+    (bias,) = (tensor for name, tensor in network.state_dict().items() if name.endswith("e_score_correction_bias"))
+    assert bias.any(), "no bias was moved"
+    return [*log, bias.tolist()]
 
 
 def next_token_loss(network: nn.Module, tokens: Tensor) -> Tensor:
