@@ -14,6 +14,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from models import VOCABULARY, batches, build
 from tokenizers import Tokenizer
@@ -94,6 +95,7 @@ def by_trl(output: str) -> Log:
 
 def by_hand() -> Log:
     """A bare loop that computes its loss from the logits. Its model has a correction bias, which comes last."""
+    AcceleratorState._reset_state()  # Else it keeps the configuration of the scripts before.
     config = ExpertMeshConfig(ep_size=num_processes(), ep_z_loss=0.1, ep_balance_bias_rate=0.01)
     accelerator = Accelerator(parallelism_config=config, gradient_accumulation_steps=MICRO_BATCHES)
     network = build("deepseek_v3")
