@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,30 @@ def test_a_package_that_cannot_be_imported_is_a_reason(site, kind, monkeypatch):
 def test_auto_takes_the_first_that_nobody_refuses():
     answers = {"first": "is broken.", "second": None, "third": "is slow.", "all_to_all": None}
     assert select.choose("auto", answers) == select.Choice("second", {"first": "is broken."})
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "topology", "expected"),
+    [
+        (8, Topology("nvlink", True), None),
+        (8, Topology("nvlink", False), None),
+        (8, Topology("pcie", True), "not all GPUs of this machine are joined by NVLink"),
+        (8, Topology("unknown", None), None),
+        (None, Topology("nvlink", None), None),
+        (4, Topology("nvlink", True), None),
+        (4, Topology("pcie", True), None),
+        (4, Topology("nvlink", None), None),
+        (4, Topology("nvlink", False), "no RDMA card that is up: set ep_size to at most 4"),
+    ],
+)
+def test_auto_looks_at_the_way_between_the_ranks(site, monkeypatch, ranks_per_node, topology, expected):
+    install(site, "fused", WORKS)
+    monkeypatch.setattr(select, "PREFERENCE", ("fused", "all_to_all"))
+    situation = replace(SITUATION, ranks_per_node=ranks_per_node, topology=topology)
+    choice = select.choose("auto", select.ask("auto", situation))
+    assert choice.name == ("fused" if expected is None else "all_to_all")
+    assert expected is None or expected in choice.refused["fused"]
+    assert select.choose("fused", select.ask("fused", situation)).name == "fused", "by name it is used all the same"
 
 
 def test_a_check_that_fails_is_a_reason(site):

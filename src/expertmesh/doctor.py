@@ -123,14 +123,20 @@ def launch_hook() -> Iterable[Finding]:
 def dispatchers() -> Iterable[Finding]:
     """Which ways of moving tokens can be chosen as ep_dispatcher on this machine, and what `auto` comes to."""
     from expertmesh.dispatch.registry import refusal, transport_names
-    from expertmesh.dispatch.select import ask, choose, describe
+    from expertmesh.dispatch.select import PREFERENCE, ask, choose, describe
 
     situation = _usual_situation()
     yield Finding("situation", describe(situation))
+    answers = ask("auto", situation)
     for name in transport_names():
         reason = refusal(name, situation)
-        yield Finding(f"dispatcher {name}", reason or "usable", works=reason is None, required=False)
-    yield Finding("dispatcher auto", choose("auto", ask("auto", situation)).name)
+        text = reason or "usable"
+        if reason is None and name not in PREFERENCE:
+            text = "usable by name; `auto` does not consider it"
+        elif reason is None and answers[name] is not None:
+            text = f"usable by name; `auto` passes over it: {answers[name]}"
+        yield Finding(f"dispatcher {name}", text, works=reason is None, required=False)
+    yield Finding("dispatcher auto", choose("auto", answers).name)
 
 
 def _usual_situation() -> Situation:

@@ -60,8 +60,29 @@ def check_dispatcher(name: str) -> None:
 
 def ask(name: str, situation: Situation) -> dict[str, str | None]:
     """What this rank says to a name, or to each of `PREFERENCE` in order if it is `auto`. Does not communicate."""
-    candidates = PREFERENCE if name == "auto" else (name,)
-    return {candidate: refusal(candidate, situation) for candidate in candidates}
+    if name != "auto":
+        return {name: refusal(name, situation)}
+    return {candidate: refusal(candidate, situation) or ill_advised(candidate, situation) for candidate in PREFERENCE}
+
+
+def ill_advised(name: str, situation: Situation) -> str | None:
+    """Why `auto` passes over a dispatcher that does not refuse: what can be seen of the way between the ranks.
+
+    Where nothing can be seen the dispatcher's own word counts, and so it does where somebody asks for it by name.
+    """
+    if name == FALLBACK:
+        return None
+    if not situation.is_inside_node and situation.topology.rdma is False:
+        return (
+            f"the {situation.ep_size} ranks of an EP group are on several machines, and this one has no RDMA card that "
+            f"is up: set ep_size to at most {situation.ranks_per_node}, or ep_dispatcher to {name} if you know better."
+        )
+    if situation.is_inside_node and situation.topology.link == "pcie":
+        return (
+            f"not all GPUs of this machine are joined by NVLink, which it is made for: set ep_dispatcher to {name} if "
+            f"you know better."
+        )
+    return None
 
 
 def choose(name: str, answers: Answers) -> Choice:
