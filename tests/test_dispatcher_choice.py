@@ -1,6 +1,6 @@
 """Which dispatcher is taken: what works on every rank, or what was asked for and nothing else.
 
-Packages that fail in every way in which DeepEP's and Transformer Engine's do are written to a folder on `sys.path`.
+Packages that work, that work on one rank, or on none, are written to a folder on `sys.path`.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from fake_packages import FAILURES, WORKS, install, only_on_rank_1
 from processes import ROOT, TESTS, run_command, run_ranks
 
 from expertmesh import doctor
@@ -30,12 +30,6 @@ SITUATION = Situation(
     ranks_per_node=8,
     topology=Topology("nvlink", True),
 )
-WORKS = """
-from expertmesh.dispatch.all_to_all import AllToAll
-
-class Engine(AllToAll):
-    pass
-"""
 REFUSES = """
 import os
 from expertmesh.dispatch.all_to_all import AllToAll
@@ -53,30 +47,6 @@ class Engine(AllToAll):
     def refusal(cls, situation):
         return 1 // 0
 """
-FAILURES = {
-    "ImportError": "raise ImportError('libtransport.so: cannot open shared object file')",
-    "ModuleNotFoundError": "import a_module_that_is_not_there",
-    "AssertionError": "assert False, 'the loaded libnccl is another one'",
-    "RuntimeError": "raise RuntimeError('Found empty meta package')",
-    "FileNotFoundError": "open('/nowhere/libtransport.so')",
-    "OSError": "raise OSError('undefined symbol: cublasLt')",
-    "SyntaxError": "this is no Python",
-}
-
-
-def install(site: Path, name: str, source: str, package: str = "") -> None:
-    """Write an installed package with one module and an entry point for the dispatcher `name`."""
-    package = package or f"{name}_package"
-    info = site / f"{package}-1.0.dist-info"
-    info.mkdir()
-    (site / f"{package}.py").write_text(source)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[expertmesh.dispatchers]\n{name} = {package}:Engine\n")
-
-
-def only_on_rank_1(source: str) -> str:
-    """Source that fails as given on rank 1 and works elsewhere."""
-    return f"import os\nif os.environ.get('RANK') == '1':\n    {source}\n{WORKS}"
 
 
 @pytest.fixture

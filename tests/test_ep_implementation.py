@@ -11,6 +11,7 @@ import json
 import sys
 
 import pytest
+from fake_packages import FAILURES, install, only_on_rank_1
 from processes import TESTS, run_command, run_ranks
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import (
@@ -36,7 +37,9 @@ print(*EPImplementationInterface())
 @pytest.fixture(scope="module", params=[2, 4])
 def results(request, tmp_path_factory):
     program, folder = TESTS / "ranks" / "ep_implementation.py", tmp_path_factory.mktemp("models")
-    rank_0, *_ = run_ranks(program, request.param, folder, timeout=240)
+    site = tmp_path_factory.mktemp("site")
+    install(site, "halfway", only_on_rank_1(FAILURES["AssertionError"]))
+    rank_0, *_ = run_ranks(program, request.param, folder, env={"PYTHONPATH": str(site)}, timeout=240)
     return json.loads(rank_0.stdout.splitlines()[-1])
 
 

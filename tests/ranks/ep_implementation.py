@@ -2,7 +2,8 @@
 
 For each case one process trains a step on the whole batch; then all ranks do, on models that
 `from_pretrained(distributed_config=...)` sharded, once with an implementation of ours and once with Transformers' own.
-Rank 0 prints one JSON object with the errors of the losses and gradients.
+Rank 0 prints one JSON object with the errors of the losses and gradients. The test has installed a dispatcher `halfway`
+that does not work on rank 1.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers.distributed import DistributedConfig
 
 import expertmesh  # noqa: F401  (registers the names)
 from expertmesh.dispatch.all_to_all import AllToAll
+from expertmesh.errors import ConfigError
 from expertmesh.experts import find_experts
 
 ROWS, LENGTH = 8, 12
@@ -103,6 +105,19 @@ def trained(case: Case, implementation: str, folder: Path, tokens: Tensor) -> tu
     return total.item() / dist.get_world_size(), {name: whole(value) for name, value in model.named_parameters()}
 
 
+def check_refusal(folder: Path) -> None:
+    """A name that does not work on rank 1 is refused on all ranks, before weights are loaded."""
+    config = DistributedConfig(fsdp_size=dist.get_world_size(), ep_size=2, ep_implementation="halfway")
+    with patch.object(PreTrainedModel, "_load_pretrained_model") as load:
+        try:
+            AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+        except ConfigError as error:
+            assert "ep_dispatcher halfway cannot be used here: on rank 1: " in str(error)
+        else:
+            raise AssertionError("nothing was refused")
+    assert not load.called
+
+
 def route(model: nn.Module, case: Case) -> None:
     """Send all tokens to experts 0 and 1, which are the first rank's, if the case says so."""
     if case.first_rank_only:
@@ -130,6 +145,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = {name: run(case, Path(sys.argv[1], name)) for name, case in all_cases(dist.get_world_size()).items()}
+    check_refusal(next(Path(sys.argv[1]).iterdir()))
     if dist.get_rank() == 0:
         print(json.dumps(results))
     dist.destroy_process_group()
