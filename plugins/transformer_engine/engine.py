@@ -1,0 +1,73 @@
+"""Finding Transformer Engine's `pytorch.ep`, and saying why it cannot be used."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+from packaging.version import Version
+
+from expertmesh.dispatch.transport import Situation
+
+# The first that sizes what is received by what arrives, and takes ranks that get nothing.
+_OLDEST = Version("2.19")
+_INSTALL = (
+    f"install Transformer Engine {_OLDEST} or newer on a CUDA machine: "
+    f'`pip install --no-build-isolation "transformer_engine[pytorch]>={_OLDEST}"`.'
+)
+_NCCL = 'install PyTorch 2.14 or newer, or `pip install "nvidia-nccl-cu13>=2.30.4" --no-deps`.'
+_OLDEST_DEVICE = (9, 0)
+
+
+def load() -> ModuleType:
+    """`transformer_engine.pytorch.ep`. Its import registers the operators `torch.ops.transformer_engine_ep`.
+
+    Raises:
+        ImportError: it cannot be imported, for whatever reason.
+    """
+    try:
+        return importlib.import_module("transformer_engine.pytorch.ep")
+    # Its import looks for shared objects of CUDA, cuDNN and NCCL, and complains in as many ways.
+    except Exception as error:
+        raise ImportError(f"{type(error).__name__}: {error}") from error
+
+
+def unavailable() -> str | None:
+    """Why it is not there, or will not work with this machine's NCCL; None if it should."""
+    # An older one has no `ep`: that is what to say then, and not that a module is missing.
+    try:
+        package = importlib.import_module("transformer_engine")
+    # See `load`.
+    except Exception as error:
+        return f"transformer_engine cannot be imported ({type(error).__name__}: {error}): {_INSTALL}"
+    if Version(package.__version__) < _OLDEST:
+        return f"the installed transformer_engine is {package.__version__}: {_INSTALL}"
+    try:
+        load()
+    except ImportError as error:
+        return f"transformer_engine's PyTorch part cannot be imported ({error}): {_INSTALL}"
+    try:
+        package.require_nccl_ep()
+    except RuntimeError as error:
+        return f"{str(error).rstrip('.')}: {_NCCL}"
+    return None
+
+
+def unsuitable(situation: Situation) -> str | None:
+    """Why it does not serve a situation, whatever else the process does; None if it may."""
+    module = load()
+    # The real package says neither: it is CUDA and bfloat16.
+    devices = getattr(module, "DEVICE_TYPES", ("cuda",))
+    dtypes = getattr(module, "DTYPES", (torch.bfloat16,))
+    if situation.device.type not in devices:
+        return f"it needs {' or '.join(devices)}, and tokens are on {situation.device.type}: use all_to_all there."
+    if situation.device.type == "cuda" and torch.cuda.get_device_capability() < _OLDEST_DEVICE:
+        return f"it needs a GPU of Hopper's generation or newer, not {torch.cuda.get_device_name()}: use all_to_all."
+    if situation.dtype is not None and situation.dtype not in dtypes:
+        return f"it sends bfloat16 only, and tokens are {situation.dtype}: set mixed_precision to bf16."
+    if situation.ep_size < 2:
+        return f"it needs two ranks or more, and ep_size is {situation.ep_size}: raise ep_size."
+    if situation.hidden % 8:
+        return f"it takes a hidden size that is a multiple of 8, and this is {situation.hidden}: use all_to_all."
+    return None
