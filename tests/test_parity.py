@@ -29,7 +29,8 @@ MESHES = {
 }
 SITUATIONS = (
     *(f"routing-{name}{mesh}" for name in ("one-expert", "empty-rank", "uneven") for mesh in ("", "-efsdp")),
-    "accumulation", "checkpointing", "selective-checkpointing", "chunks", "chunks-empty-rank", "grouped-mm", "experts-frozen", "only-experts-trained",
+    "accumulation", "checkpointing", "selective-checkpointing", "chunks", "chunks-empty-rank", "grouped-mm",
+    "experts-frozen", "only-experts-trained",
 )  # fmt: skip
 OTHER_FAMILIES = (
     "qwen2_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss", "nemotron_h", "granitemoe",

@@ -1,7 +1,7 @@
 """Streams and events: who waited for whom, and tensors that are not to be looked at yet.
 
-There are two streams, the one that computes and an engine's own. What an engine started is NaN until its event was waited
-for, and what it reads must not change until then.
+There are two streams, the one that computes and an engine's own. What an engine started is NaN until its event was
+waited for, and what it reads must not change until then.
 """
 
 from __future__ import annotations

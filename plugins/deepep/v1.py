@@ -1,0 +1,159 @@
+"""DeepEP 1.2.1, `Buffer`: a token goes once to each rank that needs it, by NVLink inside a node and RDMA across.
+
+What is not obvious:
+
+- The list of counts costs the host a wait; there is no way around it but worst-case buffers.
+- `combine` adds up and weights nothing. It adds the weights of all ranks too, so gradients at slots of other ranks must
+  be zero, which `rows.local_rows` sees to.
+- A handle works only with the configuration it was made with: both are kept.
+- With no token at all one that picks nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from expertmesh_plugins.deepep.buffers import shared_buffer
+from expertmesh_plugins.deepep.engine import load, unavailable, unsuitable
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from expertmesh.dispatch.transport import Route, Situation, Transfer, Transport
+
+# Where kernels are instantiated; across nodes eight ranks a node.
+_INSIDE_NODE = (2, 4, 8)
+_ACROSS_NODES = (16, 32, 64, 128, 144, 160)
+
+
+@dataclass
+class Sent:
+    """What the first dispatch left.
+
+    Attributes:
+        handle: DeepEP's own.
+        weights: `[received, top_k]` float32, zero at slots of other ranks.
+        local_ids: `[received, top_k]` int64, -1 at slots of other ranks.
+        first: the tokens of the first dispatch and their event, until they are asked for.
+    """
+
+    handle: tuple
+    weights: Tensor
+    local_ids: Tensor
+    first: tuple[Tensor, Any] | None
+
+
+class DeepEPV1(Transport):
+    """See the module's docstring."""
+
+    def __init__(self, ep_mesh: DeviceMesh, situation: Situation) -> None:
+        super().__init__(ep_mesh, situation)
+        self._engine = load()
+        self._dispatch_config = self._engine.Buffer.get_dispatch_config(situation.ep_size)
+        self._combine_config = self._engine.Buffer.get_combine_config(situation.ep_size)
+        self._buffer = shared_buffer(("Buffer", situation.hidden, situation.dtype), ep_mesh, self._build)
+
+    @classmethod
+    def refusal(cls, situation: Situation) -> str | None:
+        """See `Transport.refusal`."""
+        return unavailable("Buffer") or unsuitable(situation) or _too_large(situation)
+
+    def plan(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Route:
+        """See `Transport.plan`. Sends the tokens, which the first `send` hands out."""
+        num_tokens = hidden.shape[0]
+        if num_tokens == 0:
+            hidden, top_k_index, top_k_weights = _nobody(hidden, top_k_index, top_k_weights)
+        per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
+            top_k_index, self.situation.num_experts
+        )
+        tokens, local_ids, weights, counts, handle, event = self._buffer.dispatch(
+            hidden,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=top_k_index,
+            topk_weights=top_k_weights,
+            config=self._dispatch_config,
+            **self._on_comm_stream(),
+        )
+        sent = Sent(handle, weights, local_ids, (tokens, event))
+        return Route(num_tokens, torch.tensor(counts, device=hidden.device), counts, sent)
+
+    def send(self, route: Route, hidden: Tensor, routing: tuple[Tensor, Tensor] | None) -> Transfer:
+        """See `Transport.send`. All but the first travel along the handle, without counts and without a wait."""
+        sent: Sent = route.handle
+        if routing is not None and sent.first is not None:
+            (tokens, event), sent.first = sent.first, None
+        else:
+            if hidden.shape[0] == 0:
+                hidden = hidden.new_zeros(1, hidden.shape[1])
+            tokens, *_, event = self._buffer.dispatch(
+                hidden, handle=sent.handle, config=self._dispatch_config, **self._on_comm_stream()
+            )
+        extra = (None, None) if routing is None else (sent.weights.detach(), sent.local_ids.detach())
+        return Transfer((tokens, *extra), _waits(event))
+
+    def received(self, route: Route, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Transport.received`."""
+        tokens, weights, local_ids = tensors
+        return tokens, weights, local_ids.masked_fill(local_ids < 0, self.situation.num_local_experts)
+
+    def send_back(self, route: Route, rows: Tensor, weights: Tensor | None) -> Transfer:
+        """See `Transport.send_back`."""
+        hidden, weights, event = self._buffer.combine(
+            rows,
+            route.handle.handle,
+            topk_weights=weights,
+            config=self._combine_config,
+            **self._on_comm_stream(),
+        )
+        size = route.num_tokens
+        return Transfer((hidden[:size], weights if weights is None else weights[:size]), _waits(event))
+
+    def _on_comm_stream(self) -> dict[str, Any]:
+        """Start behind what this stream has been given so far, and let it go on."""
+        return dict(previous_event=self._buffer.capture(), async_finish=True, allocate_on_comm_stream=True)
+
+    def _build(self) -> Any:
+        situation = self.situation
+        # DeepEP counts at least two bytes a feature.
+        width = situation.hidden * max((situation.dtype or torch.bfloat16).itemsize, 2)
+        configs = (self._dispatch_config, self._combine_config)
+        return self._engine.Buffer(
+            self.ep_mesh.get_group(),
+            num_nvl_bytes=max(config.get_nvl_buffer_size_hint(width, situation.ep_size) for config in configs),
+            num_rdma_bytes=max(config.get_rdma_buffer_size_hint(width, situation.ep_size) for config in configs),
+            explicitly_destroy=True,
+        )
+
+
+def _too_large(situation: Situation) -> str | None:
+    inside = situation.ep_size <= 8
+    sizes = _INSIDE_NODE if inside else _ACROSS_NODES
+    if situation.ep_size not in sizes:
+        return f"it has no kernels for an ep_size of {situation.ep_size}: set ep_size to one of {sizes}."
+    limit = 128 if inside else 1024
+    if situation.num_local_experts > limit:
+        return f"it takes {limit} experts a rank, and {situation.num_local_experts} are: raise ep_size."
+    limit = 8184 if inside else 8144
+    if situation.hidden > limit or situation.hidden % 128:
+        return (
+            f"it takes a hidden size up to {limit} that is a multiple of 128, and this is {situation.hidden}: choose "
+            f"another dispatcher."
+        )
+    return None
+
+
+def _nobody(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One token that picks no expert."""
+    return tuple(
+        tensor.new_full((1, tensor.shape[1]), value)
+        for tensor, value in ((hidden, 0), (top_k_index, -1), (top_k_weights, 0))
+    )
+
+
+def _waits(event: Any) -> Callable[[], None]:
+    return event.current_stream_wait

@@ -1,0 +1,145 @@
+"""Faults to seed into the engines' adapters, each of which some check must notice.
+
+They are what went wrong in real adapters of these engines, or nearly did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+from expertmesh_plugins.deepep import v1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault.
+
+    Attributes:
+        seed: breaks the adapter while its block runs.
+        scenario: in which it shows.
+        repeat: how often tokens are sent along one route.
+    """
+
+    seed: Callable[[], AbstractContextManager]
+    scenario: str = "uneven"
+    repeat: int = 1
+
+
+def replaced(owner: object, name: str, make: Callable[[Callable], Callable], **where) -> Fault:
+    """A method that is replaced by what `make` makes of it."""
+    return Fault(lambda: patch.object(owner, name, make(getattr(owner, name))), **where)
+
+
+def _changed_call(method: str, change: Callable[[dict], None]) -> Fault:
+    """DeepEP V1 is called with other arguments than the adapter means to."""
+
+    @contextmanager
+    def seed():
+        import deep_ep
+
+        original = getattr(deep_ep.Buffer, method)
+
+        def call(self, *args, **kwargs):
+            change(kwargs)
+            return original(self, *args, **kwargs)
+
+        with patch.object(deep_ep.Buffer, method, call):
+            yield
+
+    return Fault(seed)
+
+
+def _transfer_without(wait_or_position):
+    def make(original):
+        def send(self, *args):
+            transfer = original(self, *args)
+            if wait_or_position == "wait":
+                transfer.wait = lambda: None
+            else:
+                tensors = list(transfer.tensors)
+                if tensors[wait_or_position] is not None:
+                    tensors[wait_or_position] = torch.zeros_like(tensors[wait_or_position])
+                transfer.tensors = tuple(tensors)
+            return transfer
+
+        return send
+
+    return make
+
+
+def _set(key, value):
+    def change(kwargs):
+        if kwargs.get(key) is not None:
+            kwargs[key] = value(kwargs[key])
+
+    return change
+
+
+def _other_sms(kwargs):
+    import deep_ep
+
+    if kwargs.get("handle") is not None:
+        kwargs["config"] = deep_ep.Config(kwargs["config"].num_sms - 2, 24, 256)
+
+
+def _weighted_twice(original):
+    def received(self, route, tensors):
+        tokens, weights, ids = original(self, route, tensors)
+        return tokens, weights * weights, ids
+
+    return received
+
+
+def _global_ids(original):
+    def received(self, route, tensors):
+        tokens, weights, ids = original(self, route, tensors)
+        return tokens, weights, (ids + 1) % (self.situation.num_local_experts + 1)
+
+    return received
+
+
+def _unmasked_gradient(original):
+    def send_back(self, route, rows, weights):
+        return original(self, route, rows, None if weights is None else weights + 1)
+
+    return send_back
+
+
+def _plan_again(original):
+    def send(self, route, hidden, routing):
+        if routing is not None and route.handle.first is None:
+            route.handle = self.plan(hidden, *routing).handle
+        return original(self, route, hidden, routing)
+
+    return send
+
+
+def _buffer_a_layer(original):
+    count = iter(range(1000))
+    return lambda kind, mesh, build: original((kind, next(count)), mesh, build)
+
+
+V1 = {
+    "sent tokens are not waited for": replaced(v1.DeepEPV1, "send", _transfer_without("wait")),
+    "returned results are not waited for": replaced(v1.DeepEPV1, "send_back", _transfer_without("wait")),
+    "the router's gradient is dropped": replaced(v1.DeepEPV1, "send_back", _transfer_without(1)),
+    "weights are applied twice": replaced(v1.DeepEPV1, "received", _weighted_twice),
+    "ids are off by one": replaced(v1.DeepEPV1, "received", _global_ids),
+    "gradients at other ranks' slots are not zero": replaced(v1.DeepEPV1, "send_back", _unmasked_gradient),
+    "other SMs in the backward": _changed_call("dispatch", _other_sms),
+    "weights in bfloat16": _changed_call("dispatch", _set("topk_weights", torch.Tensor.bfloat16)),
+    "ids in int32": _changed_call("dispatch", _set("topk_idx", torch.Tensor.int)),
+    "a strided input": _changed_call("dispatch", _set("topk_weights", lambda t: t.t().contiguous().t())),
+    "allocated on the engine's stream without an event": _changed_call(
+        "combine", lambda kwargs: kwargs.update(previous_event=None)
+    ),
+    "nobody stands in for no tokens": Fault(
+        lambda: patch.object(v1, "_nobody", lambda *tensors: tensors), scenario="a rank without tokens"
+    ),
+}
+
+FAULTS: dict[str, dict[str, Fault]] = {"deepep_v1": V1}
