@@ -102,7 +102,8 @@ class _Arrive(torch.autograd.Function):
         ctx.transport, ctx.route = transport, route
         ctx.shapes = [tensor.shape for tensor in sent]
         _wait_for(route, "tokens")
-        tokens, weights, expert_ids = transport.received(route, sent)
+        # An operator returns no None: where rows arrive there are no ids.
+        tokens, weights, expert_ids = transport.received(route, (*sent, None) if transport.brings_rows else sent)
         if expert_ids is None:
             return tokens, weights
         ctx.mark_non_differentiable(expert_ids)
