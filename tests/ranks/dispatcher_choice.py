@@ -20,6 +20,7 @@ from expertmesh.dispatch import build_dispatcher, select
 from expertmesh.dispatch.topology import topology
 from expertmesh.dispatch.transport import Situation
 from expertmesh.errors import ConfigError
+from expertmesh.gloo_exit import wait_a_moment_at_exit
 
 
 def outcome(name: str, mesh: DeviceMesh) -> dict[str, str]:
@@ -44,6 +45,7 @@ def outcome(name: str, mesh: DeviceMesh) -> dict[str, str]:
 
 
 def main() -> None:
+    wait_a_moment_at_exit()
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     select.logger.setLevel(logging.INFO)
