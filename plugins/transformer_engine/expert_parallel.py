@@ -71,8 +71,7 @@ class TransformerEngineEP(Transport):
         weights = top_k_weights.new_empty(rows.shape[0])
         self._ops.dispatch(buffer.handle_mem, top_k_index, hidden, top_k_weights, rows, weights)
         sent = Sent(lease, rows.shape[0], top_k, weights, rows)
-        # The buffer's own counts will be another call's.
-        return Route(num_tokens, buffer.tokens_per_expert.clone(), rows_per_expert, sent)
+        return Route(num_tokens, buffer.tokens_per_expert, rows_per_expert, sent)
 
     def send(self, route: Route, hidden: Tensor, routing: tuple[Tensor, Tensor] | None) -> Transfer:
         """See `Transport.send`. All but the first travel along the routing in the buffer, without a wait."""

@@ -97,7 +97,7 @@ def ep_bootstrap(
     require(num_experts % size == 0, "num_experts must be divisible by ep_size")
     ranks = Checked(ep_group)
     sizes = (num_experts, max_tokens_per_rank, hidden_dim, num_topk)
-    ranks.check("bootstrap", sizes=sizes)
+    ranks.check("build buffer", sizes=sizes)
     BUILT.append(sizes)
     _GROUP = _Group(ranks, *sizes, max_token_dtype)
 
