@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 from processes import TESTS, run_ranks
 
-ENGINES = ("deepep_v1",)
+ENGINES = ("deepep_v1", "deepep_v2", "deepep_v2_expanded")
 SCENARIOS = (
     "uneven",
     "a rank without tokens",
@@ -43,7 +43,7 @@ def test_an_engine_does_what_it_has_to(engine, num_processes):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_calls_share_a_route_a_buffer_and_the_time(engine, num_processes):
     for rank in results(engine, num_processes):
-        assert len(rank["calls"]) == 6
+        assert len(rank["calls"]) == 7
         assert not {name: said for name, said in rank["calls"].items() if said}
 
 

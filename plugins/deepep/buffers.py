@@ -30,7 +30,7 @@ def shared_buffer(kind: Hashable, ep_mesh: DeviceMesh, build: Callable[[], Buffe
         ep_mesh: the EP group.
         build: makes it.
     """
-    key = (kind, tuple(ep_mesh.mesh.flatten().tolist()))
+    key = (kind, tuple(dist.get_process_group_ranks(ep_mesh.get_group())))
     if not _BUFFERS:
         atexit.register(_at_exit)
     if key not in _BUFFERS:

@@ -32,6 +32,7 @@ from expertmesh.errors import ConfigError
 
 # What grouped GEMMs in any precision down to FP8 can do with.
 _ROWS_MULTIPLE = 16
+_OLDEST_DEVICE = (9, 0)
 # The engine's own variable, for machines whose NVLink reaches further than a node.
 _DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
@@ -80,8 +81,8 @@ class HybridEP(Transport):
         Raises:
             ConfigError: tokens are not in bfloat16, which only now can be seen.
         """
-        # The engine's own assertions end the process.
-        reason = unsuitable(replace(self.situation, dtype=hidden.dtype))
+        # The engine's own assertions end the process without a word.
+        reason = None if self.situation.dtype else unsuitable(replace(self.situation, dtype=hidden.dtype))
         if reason is not None:
             raise ConfigError(f"ep_dispatcher hybridep cannot be used here: {reason}")
         capacity = self._capacity.at_least(hidden.shape[0])
@@ -146,6 +147,8 @@ def _out_of_reach(situation: Situation) -> str | None:
 
 
 def _odd(situation: Situation) -> str | None:
+    if situation.device.type == "cuda" and torch.cuda.get_device_capability() < _OLDEST_DEVICE:
+        return f"it needs a GPU of Hopper's generation or newer, not {torch.cuda.get_device_name()}: use all_to_all."
     if situation.hidden % 16:
         return f"it takes a hidden size that is a multiple of 16, and this is {situation.hidden}: use all_to_all."
     if situation.num_experts % 4:

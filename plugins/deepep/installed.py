@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from expertmesh_plugins.deepep.engine import unavailable
 from expertmesh_plugins.deepep.v1 import DeepEPV1
+from expertmesh_plugins.deepep.v2 import DeepEPV2
+from expertmesh_plugins.deepep.v2_expanded import DeepEPV2Expanded
 from torch.distributed.device_mesh import DeviceMesh
 
 from expertmesh.dispatch.transport import Situation, Transport
@@ -22,9 +24,9 @@ class DeepEP(Transport):
         return _newest().refusal(situation)
 
 
-class DeepEPExpanded(DeepEPV1):
+class DeepEPExpanded(DeepEPV2Expanded):
     """Rows rather than tokens, and nothing that the host waits for."""
 
 
 def _newest() -> type[Transport]:
-    return DeepEPV1 if unavailable("ElasticBuffer") and not unavailable("Buffer") else DeepEPV1
+    return DeepEPV1 if unavailable("ElasticBuffer") and not unavailable("Buffer") else DeepEPV2

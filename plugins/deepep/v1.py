@@ -6,7 +6,6 @@ What is not obvious:
 - `combine` adds up and weights nothing. It adds the weights of all ranks too, so gradients at slots of other ranks must
   be zero, which `rows.local_rows` sees to.
 - A handle works only with the configuration it was made with: both are kept.
-- With no token at all one that picks nothing is sent.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from expertmesh_plugins.deepep.buffers import shared_buffer
 from expertmesh_plugins.deepep.engine import load, unavailable, unsuitable
+from expertmesh_plugins.deepep.nobody import somebody
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -63,8 +63,7 @@ class DeepEPV1(Transport):
     def plan(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Route:
         """See `Transport.plan`. Sends the tokens, which the first `send` hands out."""
         num_tokens = hidden.shape[0]
-        if num_tokens == 0:
-            hidden, top_k_index, top_k_weights = _nobody(hidden, top_k_index, top_k_weights)
+        hidden, top_k_index, top_k_weights = somebody(hidden, top_k_index, top_k_weights)
         per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
             top_k_index, self.situation.num_experts
         )
@@ -88,8 +87,7 @@ class DeepEPV1(Transport):
         if routing is not None and sent.first is not None:
             (tokens, event), sent.first = sent.first, None
         else:
-            if hidden.shape[0] == 0:
-                hidden = hidden.new_zeros(1, hidden.shape[1])
+            (hidden,) = somebody(hidden)
             tokens, *_, event = self._buffer.dispatch(
                 hidden, handle=sent.handle, config=self._dispatch_config, **self._on_comm_stream()
             )
@@ -145,14 +143,6 @@ def _too_large(situation: Situation) -> str | None:
             f"another dispatcher."
         )
     return None
-
-
-def _nobody(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One token that picks no expert."""
-    return tuple(
-        tensor.new_full((1, tensor.shape[1]), value)
-        for tensor, value in ((hidden, 0), (top_k_index, -1), (top_k_weights, 0))
-    )
 
 
 def _waits(event: Any) -> Callable[[], None]:

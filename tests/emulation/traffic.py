@@ -80,6 +80,7 @@ def check_routing(x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_
     require(topk_idx.dim() == 2 and topk_idx.is_contiguous(), "topk_idx->dim() == 2 and topk_idx->is_contiguous()")
     require(topk_idx.dtype == torch.int64, f"expected scalar type Long but found {topk_idx.dtype}")
     require(topk_idx.shape[0] == x.shape[0], "num_tokens == topk_idx->size(0)")
+    require(topk_idx.shape[0] > 0, "no token at all: nobody ever tried")
     require(topk_idx.shape[1] <= 32, "num_topk <= 32")
     require(bool((topk_idx < num_experts).all()), "topk_idx < num_experts")
     ordered = topk_idx.sort(1).values

@@ -48,7 +48,7 @@ def run(dispatcher: TokenDispatcher, scales: Tensor, hidden: Tensor, index: Tens
     hidden, weights = (tensor.clone().requires_grad_() for tensor in (hidden, weights))
     with host_reads() as seen:
         dispatched = dispatcher.dispatch(hidden, index, weights)
-    assert seen == ["tolist in all_to_all.py"], f"one read-back a layer: {seen}"
+    assert [read.split()[0] for read in seen] == ["tolist"], f"one read-back a layer: {seen}"
     output = dispatcher.combine(experts_of_rank(dispatched, scales), dispatched.state)
     output.float().square().sum().backward()
     return [output.detach(), hidden.grad, weights.grad]

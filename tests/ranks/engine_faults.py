@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
-from expertmesh_plugins.deepep import v1
+from expertmesh_plugins.deepep import v1, v2, v2_expanded
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,24 @@ def replaced(owner: object, name: str, make: Callable[[Callable], Callable], **w
     return Fault(lambda: patch.object(owner, name, make(getattr(owner, name))), **where)
 
 
-def _changed_call(method: str, change: Callable[[dict], None]) -> Fault:
-    """DeepEP V1 is called with other arguments than the adapter means to."""
+def _changed_call(method: str, change: Callable[[dict], None], buffer: str = "Buffer", **where) -> Fault:
+    """DeepEP is called with other arguments than the adapter means to."""
 
     @contextmanager
     def seed():
         import deep_ep
 
-        original = getattr(deep_ep.Buffer, method)
+        kind = getattr(deep_ep, buffer)
+        original = getattr(kind, method)
 
         def call(self, *args, **kwargs):
             change(kwargs)
             return original(self, *args, **kwargs)
 
-        with patch.object(deep_ep.Buffer, method, call):
+        with patch.object(kind, method, call):
             yield
 
-    return Fault(seed)
+    return Fault(seed, **where)
 
 
 def _transfer_without(wait_or_position):
@@ -138,8 +139,93 @@ V1 = {
         "combine", lambda kwargs: kwargs.update(previous_event=None)
     ),
     "nobody stands in for no tokens": Fault(
-        lambda: patch.object(v1, "_nobody", lambda *tensors: tensors), scenario="a rank without tokens"
+        lambda: patch.object(v1, "somebody", lambda *tensors: tensors), scenario="a rank without tokens"
     ),
 }
 
-FAULTS: dict[str, dict[str, Fault]] = {"deepep_v1": V1}
+
+def _forget(*keys):
+    def change(kwargs):
+        for key in keys:
+            kwargs.pop(key, None)
+
+    return change
+
+
+def _along_the_handle(change):
+    return lambda kwargs: change(kwargs) if kwargs.get("handle") is not None else None
+
+
+def _another_tokens_weights(original):
+    def plan(self, hidden, index, weights):
+        return original(self, hidden, index, weights.roll(1, 0))
+
+    return plan
+
+
+def _unmasked(original):
+    return lambda self, route, tensors: (tensors[0], tensors[1], None)
+
+
+def _unpadded_counts(original):
+    def route(self, num_tokens, sent):
+        made = original(self, num_tokens, sent)
+        made.counts = sent.handle.num_unaligned_recv_tokens_per_expert.long()
+        return made
+
+    return route
+
+
+def _capacity_of_a_batch(original):
+    return lambda self, num_tokens: max(num_tokens, 1)
+
+
+def _v2(method, change, **where):
+    return _changed_call(method, change, buffer="ElasticBuffer", **where)
+
+
+def _elastic(kind):
+    return {
+        "sent tokens are not waited for": replaced(kind, "send", _transfer_without("wait")),
+        "returned results are not waited for": replaced(kind, "send_back", _transfer_without("wait")),
+        "the router's gradient is dropped": replaced(kind, "send_back", _transfer_without(1)),
+        "the weights are another token's": replaced(kind, "plan", _another_tokens_weights),
+        "SMs are left to the engine along a handle": _v2("dispatch", _along_the_handle(_forget("num_sms"))),
+        "weights in bfloat16": _v2("dispatch", _set("topk_weights", torch.Tensor.bfloat16)),
+        "ids in int32": _v2("dispatch", _set("topk_idx", torch.Tensor.int)),
+        "an event of V1": _v2("combine", _set("previous_event", lambda event: object())),
+        "allocated on the compute stream behind an event": _v2("dispatch", _forget("allocate_on_comm_stream")),
+        "the capacity is this batch's": Fault(
+            lambda: patch.object(v2.Capacity, "at_least", _capacity_of_a_batch(None))
+        ),
+        "the handle's ids are changed": replaced(kind, "received", _spoiling_the_handle),
+        "nobody stands in for no tokens": Fault(
+            lambda: patch.object(v2, "somebody", lambda *tensors: tensors), scenario="a rank without tokens"
+        ),
+    }
+
+
+def _spoiling_the_handle(original):
+    def received(self, route, tensors):
+        route.handle.handle.topk_idx.zero_()
+        return original(self, route, tensors)
+
+    return received
+
+
+V2 = {
+    **_elastic(v2.DeepEPV2),
+    "weights are applied twice": replaced(v2.DeepEPV2, "received", _weighted_twice),
+    "ids are off by one": replaced(v2.DeepEPV2, "received", _global_ids),
+    "no wait for the counts": _v2("dispatch", _set("do_cpu_sync", lambda _: False)),
+}
+V2_EXPANDED = {
+    **_elastic(v2_expanded.DeepEPV2Expanded),
+    "the layout is not said again along a handle": _v2("dispatch", _along_the_handle(_forget("do_expand"))),
+    "gaps are not zeroed": _v2("dispatch", _forget("do_zero_padding")),
+    "weights in gaps are not masked": replaced(v2_expanded.DeepEPV2Expanded, "received", _unmasked),
+    "counts without padding": replaced(v2_expanded.DeepEPV2Expanded, "route", _unpadded_counts),
+    "another padding than the counts'": _v2("dispatch", _set("expert_alignment", lambda _: 8)),
+}
+
+FAULTS: dict[str, dict[str, Fault]] = {"deepep_v1": V1, "deepep_v2": V2, "deepep_v2_expanded": V2_EXPANDED}

@@ -30,6 +30,7 @@ from emulation.install import installed
 from engine_faults import FAULTS, Fault
 from engine_reference import SCENARIOS, Scenario, check, inputs, situation
 from expertmesh_plugins.deepep import buffers
+from host_reads import host_reads
 
 from expertmesh.dispatch.registry import find_transport
 from expertmesh.dispatch.transport import Transport
@@ -143,6 +144,20 @@ def lets_go_of_handles(engine: Engine) -> None:
     assert len(handles.ALIVE) == before
 
 
+def reads_nothing_back(engine: Engine) -> None:
+    """The host asks the device for nothing, but what the engine itself does to tell the counts."""
+    scenario = SCENARIOS["uneven"]
+    dispatcher = TransportDispatcher(build(engine, scenario))
+    tokens, *routing = inputs(scenario, dist.get_rank(), engine.hidden)
+    tokens.requires_grad_()
+    with host_reads(engine_files="emulation") as seen:
+        arrived = dispatcher.dispatch(tokens, *routing)
+        output = dispatcher.combine(torch.nan_to_num(arrived.tokens), arrived.state)
+        output.sum().backward()
+    # The agreement on a capacity is between the hosts.
+    assert [where for where in seen if "capacity" not in where] == [], seen
+
+
 def computes_in_bfloat16(engine: Engine) -> None:
     precision.ALLOW_FLOAT32 = False
     try:
@@ -156,7 +171,8 @@ def fault(engine: Engine, seeded: Fault) -> str | None:
     """What is said of an adapter that is broken on purpose."""
     scenario = SCENARIOS[seeded.scenario]
     # What it leaves behind, one rank waiting for another perhaps, must not reach the next one.
-    group = dist.new_group(timeout=timedelta(seconds=3))
+    dist.barrier()
+    group = dist.new_group(timeout=timedelta(seconds=10))
     mesh = DeviceMesh.from_group(group, "cpu", mesh=list(range(dist.get_world_size())))
     with patch.dict(buffers._BUFFERS, clear=True), seeded.seed():
         return said(lambda: check(build(engine, scenario, mesh=mesh), scenario, engine.hidden, repeat=seeded.repeat))
@@ -174,7 +190,7 @@ def main() -> None:
             results["scenarios"][label] = said(
                 lambda scenario=scenario: check(build(engine, scenario), scenario, engine.hidden)
             )
-        for together in (counts, shares, overlaps, lets_go_of_handles, computes_in_bfloat16):
+        for together in (counts, shares, overlaps, lets_go_of_handles, reads_nothing_back, computes_in_bfloat16):
             results["calls"][together.__name__] = said(lambda together=together: together(engine))
         for label, seeded in FAULTS[name].items():
             results["faults"][label] = fault(engine, seeded)
