@@ -37,7 +37,7 @@ def test_it_does_what_an_engine_has_to(num_processes):
     for rank in results(num_processes):
         if num_processes == 2:
             assert "it takes experts by fours, and these are 2" in rank["scenarios"].pop("one expert a rank")
-        assert len(rank["scenarios"]) >= 6 and len(rank["calls"]) == 6
+        assert len(rank["scenarios"]) >= 6 and len(rank["calls"]) == 8
         assert not {name: said for kind in ("scenarios", "calls") for name, said in rank[kind].items() if said}
 
 
@@ -75,6 +75,15 @@ def test_nvlink_may_reach_further_than_a_node(monkeypatch):
 def test_another_build_of_deepep_is_refused():
     with installed("deep_ep_v1"):
         assert "has no HybridEPBuffer: install DeepEP's branch hybrid-ep" in HybridEP.refusal(SITUATION)
+
+
+def test_an_old_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(emulation, "DEVICE_TYPES", ("cuda",))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    with installed("hybrid_ep"):
+        reason = HybridEP.refusal(replace(SITUATION, device=torch.device("cuda")))
+    assert reason == "it needs a GPU of Hopper's generation or newer, not NVIDIA A100: use all_to_all."
 
 
 def test_the_emulation_is_called_as_the_sources_say():

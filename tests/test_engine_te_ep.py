@@ -34,7 +34,7 @@ def results(num_processes: int):
 @pytest.mark.parametrize("num_processes", [2, 4])
 def test_it_does_what_an_engine_has_to(num_processes):
     for rank in results(num_processes):
-        assert len(rank["scenarios"]) >= 7 and len(rank["calls"]) == 9
+        assert len(rank["scenarios"]) >= 7 and len(rank["calls"]) == 10
         assert not {name: said for kind in ("scenarios", "calls") for name, said in rank[kind].items() if said}
 
 
@@ -73,6 +73,15 @@ def test_an_old_nccl_is_refused(monkeypatch):
     with installed("te"):
         reason = TransformerEngineEP.refusal(SITUATION)
     assert reason.startswith(f"{said[:-1]}: install PyTorch 2.14 or newer, or `pip install")
+
+
+def test_an_old_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(emulation, "DEVICE_TYPES", ("cuda",))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    with installed("te"):
+        reason = TransformerEngineEP.refusal(replace(SITUATION, device=torch.device("cuda")))
+    assert reason == "it needs a GPU of Hopper's generation or newer, not NVIDIA A100: use all_to_all."
 
 
 def test_the_emulation_is_called_as_the_sources_say():

@@ -13,7 +13,7 @@ What is not obvious:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from expertmesh_plugins.transformer_engine.engine import unavailable, unsuitable
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from expertmesh.dispatch.transport import Route, Situation, Transfer, Transport
+from expertmesh.errors import ConfigError
 
 
 @dataclass
@@ -59,7 +60,14 @@ class TransformerEngineEP(Transport):
         return unavailable() or unsuitable(situation) or claimed(situation)
 
     def plan(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Route:
-        """See `Transport.plan`. Sends the tokens, which the first `send` hands out."""
+        """See `Transport.plan`. Sends the tokens, which the first `send` hands out.
+
+        Raises:
+            ConfigError: tokens are not in bfloat16, which only now can be seen; and see `Session.lease`.
+        """
+        reason = None if self.situation.dtype else unsuitable(replace(self.situation, dtype=hidden.dtype))
+        if reason is not None:
+            raise ConfigError(f"ep_dispatcher te_ep cannot be used here: {reason}")
         num_tokens, top_k = top_k_index.shape
         lease = self._session.lease(hidden, top_k)
         buffer = lease.buffer

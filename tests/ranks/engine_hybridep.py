@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import engine_rows as rows
 import torch
+import torch.distributed as dist
 from emulation import hybrid_ep as emulation
 from engine_rows import Engine, Fault, put_to_the_test, replaced
 from expertmesh_plugins.deepep import buffers, hybrid
@@ -24,6 +25,13 @@ def destroys(engine: Engine) -> None:
     buffers.destroy_buffers()
     assert emulation.buffers_left() == 0, "a buffer outlives its process group"
     assert len(emulation.HANDLES) == 0, "a handle outlives its call"
+
+
+def agrees_without_the_device(engine: Engine) -> None:
+    """Ranks whose group takes nothing on the CPU agree on a capacity in a group of their own."""
+    transport = engine.build()
+    with patch.object(dist, "get_backend_config", lambda group: "cuda:nccl"):
+        assert Capacity(transport.ep_mesh).at_least(70 if dist.get_rank() == 0 else 3) == 128
 
 
 def called_with(change: Callable[[dict], None], method: str = "dispatch_with_permute") -> Fault:
@@ -124,5 +132,7 @@ FAULTS = {
 
 if __name__ == "__main__":
     put_to_the_test(
-        Engine("hybrid_ep", HybridEP, "dispatch", "cached dispatch", buffers.destroy_buffers), (destroys,), FAULTS
+        Engine("hybrid_ep", HybridEP, "dispatch", "cached dispatch", buffers.destroy_buffers),
+        (destroys, agrees_without_the_device),
+        FAULTS,
     )

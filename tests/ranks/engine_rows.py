@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -50,7 +51,7 @@ class Engine:
     replay: str
     forget: Callable[[], None]
 
-    def build(self, scenario: Scenario = SCENARIOS["uneven"], dtype: torch.dtype = torch.float32) -> Transport:
+    def build(self, scenario: Scenario = SCENARIOS["uneven"], dtype: torch.dtype | None = torch.float32) -> Transport:
         where = situation(scenario, HIDDEN, dtype)
         refused = self.kind.refusal(where)
         assert refused is None, refused
@@ -230,7 +231,18 @@ def computes_in_bfloat16(engine: Engine) -> None:
         precision.ALLOW_FLOAT32 = True
 
 
-CALLED = (counts, shares, interleaves, reads_back_once, computes_in_bfloat16)
+def refuses_what_only_autocast_tells(engine: Engine) -> None:
+    """Where nobody could say before what tokens are sent in, float32 is refused when it comes."""
+    precision.ALLOW_FLOAT32 = False
+    try:
+        transport = engine.build(dtype=None)
+        with pytest.raises(ConfigError, match=r"cannot be used here: .* tokens are torch.float32: set mixed_precision"):
+            transport.plan(*inputs(SCENARIOS["uneven"], dist.get_rank(), HIDDEN))
+    finally:
+        precision.ALLOW_FLOAT32 = True
+
+
+CALLED = (counts, shares, interleaves, reads_back_once, computes_in_bfloat16, refuses_what_only_autocast_tells)
 
 
 def said(run: Callable[[], object]) -> str | None:
