@@ -6,11 +6,23 @@ arithmetic that moves nothing to 2e-6 of the largest entry, in bfloat16 to 0.03.
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
+from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 import pytest
+import torch
+from emulation.install import installed
+from emulation.signatures import differences, snapshot
+from expertmesh_plugins.deepep import DeepEP, engine
+from expertmesh_plugins.deepep.v1 import DeepEPV1
+from expertmesh_plugins.deepep.v2 import DeepEPV2
 from processes import TESTS, run_ranks
+
+from expertmesh.dispatch.transport import Situation
 
 ENGINES = ("deepep_v1", "deepep_v2", "deepep_v2_expanded")
 SCENARIOS = (
@@ -53,3 +65,68 @@ def test_seeded_faults_are_noticed(engine):
     assert len(everybody[0]["faults"]) >= 6
     unnoticed = [name for name in everybody[0]["faults"] if not any(rank["faults"][name] for rank in everybody)]
     assert not unnoticed
+
+
+SITUATION = Situation(
+    ep_size=8, num_experts=128, hidden=2048, dtype=torch.bfloat16, device=torch.device("cpu"), ranks_per_node=8
+)
+BOTH = [
+    (dict(device=torch.device("cuda")), "needs cpu, and tokens are on cuda: use all_to_all"),
+    (dict(dtype=torch.float32), "tokens are torch.float32: set mixed_precision to bf16"),
+]
+V1 = [
+    *BOTH,
+    (dict(ep_size=16, num_experts=16 * 1025), "takes 1024 experts a rank, and 1025 are: raise ep_size"),
+    (dict(num_experts=8 * 129), "takes 128 experts a rank, and 129 are: raise ep_size"),
+    (dict(hidden=2880), "a multiple of 128, and this is 2880: choose another dispatcher"),
+    (dict(hidden=8192), "up to 8184 .* and this is 8192: choose another dispatcher"),
+    (dict(ep_size=16, hidden=8160), "up to 8144 .* and this is 8160: choose another dispatcher"),
+    (dict(ep_size=6), r"no kernels for an ep_size of 6: set ep_size to one of \(2, 4, 8\)"),
+]
+V2 = [
+    *BOTH,
+    (dict(hidden=2880), "a multiple of 256, and this is 2880: use all_to_all"),
+    (dict(num_experts=8 * 121), "may be 128 together, and these are 129: raise ep_size"),
+]
+
+
+@pytest.mark.parametrize(
+    ("emulation", "kind", "change", "reason"),
+    [("deep_ep_v1", DeepEPV1, *case) for case in V1] + [("deep_ep_v2", DeepEPV2, *case) for case in V2],
+)
+def test_what_an_engine_cannot_do_is_refused_with_a_remedy(emulation, kind, change, reason):
+    with installed(emulation):
+        assert kind.refusal(SITUATION) is None
+        assert DeepEP.refusal(SITUATION) is None
+        said = kind.refusal(replace(SITUATION, **change))
+    assert said is not None and re.search(reason, said), said
+
+
+def test_memory_that_determinism_fills_is_refused():
+    with installed("deep_ep_v2"), patch.object(torch, "are_deterministic_algorithms_enabled", lambda: True):
+        assert "set torch.utils.deterministic.fill_uninitialized_memory to False" in DeepEPV2.refusal(SITUATION)
+
+
+def test_the_installed_build_is_the_one_that_is_meant():
+    with installed("deep_ep_v1"):
+        assert "has no ElasticBuffer: install DeepEP 2.1.0 or newer" in DeepEPV2.refusal(SITUATION)
+    with installed("deep_ep_v2"):
+        assert "has no Buffer: install DeepEP 1.2.1 or newer" in DeepEPV1.refusal(SITUATION)
+
+
+# The classes' signatures were read from the sources at these commits.
+SNAPSHOTS = {"deep_ep_1.2.1": "deep_ep_v1", "deep_ep_2.1.0": "deep_ep_v2"}
+
+
+@pytest.mark.parametrize("name", SNAPSHOTS)
+def test_the_emulation_is_called_like_the_engine(name):
+    module = importlib.import_module(f"emulation.{SNAPSHOTS[name]}")
+    assert differences(module, snapshot(name), with_returns=False) == []
+
+
+@pytest.mark.parametrize("name", SNAPSHOTS)
+def test_the_installed_engine_is_called_as_it_was(name):
+    said = snapshot(name)
+    if any(engine.unavailable(entry) for entry in said["classes"] if entry != "EventOverlap"):
+        pytest.skip(f"DeepEP {said['version']} is not installed: {engine.unavailable(next(iter(said['classes'])))}")
+    assert differences(engine.load(), said, with_returns=False) == []

@@ -127,7 +127,7 @@ class ElasticBuffer:
         self.alive = False
         ALIVE.discard(self)
 
-    def barrier(self) -> None:
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         self.ranks.check("barrier")
 
     @staticmethod
@@ -149,7 +149,16 @@ class ElasticBuffer:
         back = min(size, top_k) * (2 * hidden + (8 * top_k + 31) // 32 * 32)
         return (num_max_tokens_per_rank * (there + back) + 2**21 - 1) // 2**21 * 2**21
 
-    def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
         assert num_experts % self.num_ranks == 0
         return 20
 
