@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
 
 import pytest
@@ -39,7 +40,9 @@ def results(request, tmp_path_factory):
     program, folder = TESTS / "ranks" / "ep_implementation.py", tmp_path_factory.mktemp("models")
     site = tmp_path_factory.mktemp("site")
     install(site, "halfway", only_on_rank_1(FAILURES["AssertionError"]))
-    rank_0, *_ = run_ranks(program, request.param, folder, env={"PYTHONPATH": str(site)}, timeout=240)
+    rank_0, *_ = run_ranks(
+        program, request.param, folder, env={"PYTHONPATH": os.pathsep.join((str(site), str(TESTS)))}, timeout=240
+    )
     return json.loads(rank_0.stdout.splitlines()[-1])
 
 

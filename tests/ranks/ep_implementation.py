@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from emulation import precision
+from emulation.install import installed
+from expertmesh_plugins.deepep import destroy_buffers
+from expertmesh_plugins.transformer_engine import finalize
 from models import batches, build
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -26,6 +31,7 @@ import expertmesh  # noqa: F401  (registers the names)
 from expertmesh.dispatch.all_to_all import AllToAll
 from expertmesh.errors import ConfigError
 from expertmesh.experts import find_experts
+from expertmesh.gloo_exit import wait_a_moment_at_exit
 
 ROWS, LENGTH = 8, 12
 THEIRS = "all_to_all"
@@ -42,6 +48,8 @@ class Case:
     ours: str = "expertmesh"
     checkpointing: bool = False
     first_rank_only: bool = False
+    hidden: int = 32
+    emulation: str | None = None
 
 
 def all_cases(world_size: int) -> dict[str, Case]:
@@ -53,6 +61,13 @@ def all_cases(world_size: int) -> dict[str, Case]:
             "same-batch": Case({"tp_size": 2, "ep_size": 2}),
             "gpt_oss": Case({"fsdp_size": 2, "ep_size": 2}, family="gpt_oss"),
             "mixtral": Case({"fsdp_size": 2, "ep_size": 2}, family="mixtral"),
+            "deepep-v1": Case({"fsdp_size": 2, "ep_size": 2}, ours="deepep", emulation="deep_ep_v1", hidden=128),
+            "deepep-v2": Case({"fsdp_size": 2, "ep_size": 2}, ours="deepep", emulation="deep_ep_v2", hidden=256),
+            "expanded": Case(
+                {"fsdp_size": 2, "ep_size": 2}, ours="deepep_expanded", emulation="deep_ep_v2", hidden=256
+            ),
+            "hybridep": Case({"fsdp_size": 2, "ep_size": 2}, ours="hybridep", emulation="hybrid_ep"),
+            "te_ep": Case({"tp_size": 2, "ep_size": 2}, ours="te_ep", emulation="te"),
         }
     return {
         "ep4": Case({"fsdp_size": 4, "ep_size": 4}),
@@ -65,7 +80,7 @@ def all_cases(world_size: int) -> dict[str, Case]:
 
 def run(case: Case, folder: Path) -> dict[str, float]:
     """The largest errors of ours and of theirs against one process, and of ours against theirs."""
-    reference = build(case.family)
+    reference = build(case.family, hidden_size=case.hidden)
     if dist.get_rank() == 0:
         reference.save_pretrained(folder)
     dist.barrier()
@@ -74,7 +89,10 @@ def run(case: Case, folder: Path) -> dict[str, float]:
     loss = reference(input_ids=tokens, labels=tokens).loss
     loss.backward()
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    ours = trained(case, case.ours, folder, tokens)
+    with installed(case.emulation) if case.emulation else nullcontext():
+        ours = trained(case, case.ours, folder, tokens)
+        destroy_buffers()
+        finalize()
     theirs = trained(case, THEIRS, folder, tokens)
     return {
         "ours": difference(ours, (loss.item(), expected)),
@@ -97,9 +115,10 @@ def trained(case: Case, implementation: str, folder: Path, tokens: Tensor) -> tu
     with patch.object(AllToAll, "plan", autospec=True, side_effect=AllToAll.plan) as plan:
         loss = model(input_ids=mine, labels=mine).loss
         loss.backward()
-    assert plan.call_count == (len(find_experts(model)) if implementation != THEIRS else 0), (
-        "each layer routes once, recomputed or not"
-    )
+    if implementation.startswith("expertmesh"):
+        assert plan.call_count == len(find_experts(model)), "each layer routes once, recomputed or not"
+    else:
+        assert not plan.called
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size(), {name: whole(value) for name, value in model.named_parameters()}
@@ -143,7 +162,10 @@ def difference(some: tuple[float, dict[str, Tensor]], others: tuple[float, dict[
 
 def main() -> None:
     torch.set_num_threads(1)
+    wait_a_moment_at_exit()
     dist.init_process_group("gloo")
+    # Engines send bfloat16 only, which would hide errors.
+    precision.ALLOW_FLOAT32 = True
     results = {name: run(case, Path(sys.argv[1], name)) for name, case in all_cases(dist.get_world_size()).items()}
     check_refusal(next(Path(sys.argv[1]).iterdir()))
     if dist.get_rank() == 0:
