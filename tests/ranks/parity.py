@@ -1,5 +1,7 @@
 """One process against many: run by `test_parity.py` on every rank; rank 0 prints one JSON object with all results.
 
+    python parity.py [lora | engine <emulation> <dispatcher>]
+
 For each case a model is trained twice from the same weights on the same tokens: by one process, and by all ranks
 through `parallelize`. Reported are the errors of the loss, of every gradient, of the gradient norm, and of every
 parameter after three optimizer steps. A tensor's error is relative to its own largest entry (see `ROUNDING`).
@@ -8,14 +10,25 @@ parameter after three optimizer steps. A tensor's error is relative to its own l
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from emulation import precision
+from emulation.install import installed
 from expertmesh_plugins.peft.experts import b_as_stored
+from expertmesh_plugins.transformer_engine import finalize
 from models import batches, build
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -142,6 +155,55 @@ OTHER_FAMILIES = (
 )  # fmt: skip
 VARIANTS = ("gpt_oss", "nemotron_h")
 
+
+def two_experts(index: Tensor) -> Tensor:
+    """Experts 0 and 1 of 8: the other ranks of the EP group get no token, and no token picks an expert twice."""
+    return torch.arange(2).expand_as(index).contiguous()
+
+
+def one_of_one(index: Tensor) -> Tensor:
+    """Expert 3, for tokens that pick a single one."""
+    return torch.full_like(index, 3)
+
+
+# What an engine asks of a model: a width that DeepEP's kernels take.
+WIDE = {"hidden_size": 256}
+UNNORMALISED = {**WIDE, "norm_topk_prob": False}
+
+
+def engine_cases(world_size: int, dispatcher: str) -> dict[str, Case]:
+    """Every mesh on which tokens travel, and what can go wrong there, through one engine."""
+    case = partial(Case, dispatcher=dispatcher, model=WIDE)
+    cases = {
+        name: case(ep=mesh.ep, replicas=mesh.replicas) for name, mesh in mesh_cases(world_size).items() if mesh.ep > 1
+    }
+    cases["routing-empty-rank"] = case(ep=world_size, routing=two_experts, model=UNNORMALISED)
+    cases["routing-one-expert"] = case(
+        ep=world_size, routing=one_of_one, model={**UNNORMALISED, "num_experts_per_tok": 1}
+    )
+    cases["routing-all-experts"] = case(ep=world_size, model={**WIDE, "num_experts_per_tok": 8})
+    if dispatcher != "hybridep" or world_size == 4:
+        # HybridEP takes experts by fours.
+        cases["one-expert-a-rank"] = case(ep=world_size, model={**WIDE, "num_experts": world_size})
+    if world_size == 4:
+        return cases
+    cases["accumulation"] = case(ep=2, micro_batches=2)
+    cases["checkpointing"] = case(ep=2, checkpointing="full")
+    cases["selective-checkpointing"] = case(ep=2, checkpointing="selective")
+    cases["chunks"] = case(ep=2, chunks=2)
+    cases["chunks-empty-rank"] = case(ep=2, chunks=3, routing=two_experts, checkpointing="full", model=UNNORMALISED)
+    cases["grouped-mm"] = case(ep=2, compute="grouped_mm")
+    cases["experts-frozen"] = case(ep=2, freeze=lambda name: ".experts." in name)
+    cases["only-experts-trained"] = case(ep=2, freeze=lambda name: ".experts." not in name)
+    cases["bf16"] = case(ep=2, routing=by_position, bf16=True)
+    cases |= {f"family-{name}": case(ep=2, family=name) for name in ENGINE_FAMILIES}
+    both = {"target_parameters": [f"experts.{name}" for name in EXPERTS]}
+    cases["lora"] = case(ep=2, lora=both)
+    return cases
+
+
+# Biased and transposed; ungated; with shared experts before and after the routed ones.
+ENGINE_FAMILIES = ("gpt_oss", "nemotron_h", "qwen2_moe", "glm4_moe")
 
 EXPERTS = ("gate_up_proj", "down_proj")
 LORA = {"r": 4, "lora_alpha": 12, "init_lora_weights": False, "target_modules": []}
@@ -296,13 +358,33 @@ def _error(actual: Tensor, expected: Tensor, floor: float = 1e-30) -> float:
     return (actual - expected).abs().max().item() / max(expected.abs().max().item(), floor)
 
 
+def _then_finalize(run: Callable[[Case], dict]) -> Callable[[Case], dict]:
+    def run_and_finalize(case: Case) -> dict:
+        result = run(case)
+        gc.collect()
+        finalize()
+        return result
+
+    return run_and_finalize
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results = {}
-    cases = lora_cases if sys.argv[1:] == ["lora"] else all_cases
-    for name, case in cases(dist.get_world_size()).items():
-        results[name] = run(case)
+    what, *engine = sys.argv[1:] or ["all"]
+    size = dist.get_world_size()
+    with ExitStack() as stack:
+        if what == "engine":
+            emulation, dispatcher = engine
+            stack.enter_context(installed(emulation))
+            stack.enter_context(patch.object(precision, "ALLOW_FLOAT32", True))
+            cases = engine_cases(size, dispatcher)
+            if dispatcher == "te_ep":
+                # One group a process, for one kind of model.
+                stack.enter_context(patch.object(sys.modules[__name__], "run", _then_finalize(run)))
+        else:
+            cases = {"all": all_cases, "lora": lora_cases}[what](size)
+        results = {name: run(case) for name, case in cases.items()}
     if dist.get_rank() == 0:
         print(json.dumps(results))
     dist.destroy_process_group()
