@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from leaving import leave
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -266,8 +267,7 @@ def main() -> None:
     results = {name: run(case) for name, case in all_cases(dist.get_world_size()).items() if not only or name in only}
     if dist.get_rank() == 0:
         print(json.dumps(results))
-    dist.destroy_process_group()
-    sys.stdout.flush()
+    leave()
 
 
 if __name__ == "__main__":

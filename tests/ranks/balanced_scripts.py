@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from datasets import Dataset
+from leaving import leave
 from models import VOCABULARY, batches, build
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -145,9 +145,7 @@ def main() -> None:
         }
     if dist.get_rank() == 0:
         print(json.dumps(results))
-    sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

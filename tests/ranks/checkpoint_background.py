@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from leaving import leave
 from models import build
 
 from expertmesh import ExpertParallelConfig, parallelize
@@ -49,8 +50,7 @@ def main(folder: Path) -> None:
     train(model, optimizer, 2)
     goes_on_while_it_is_written(model, optimizer, folder)
     failure_is_raised_later_and_harms_nothing(model, optimizer, folder)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def goes_on_while_it_is_written(model, optimizer, folder: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from leaving import leave
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -226,8 +227,7 @@ def main(folder: Path, names: list[str]) -> None:
         problems = {problem for found in gather(run_case(CASES[name], case_folder)) for problem in found}
         if dist.get_rank() == 0:
             (case_folder / "problems.json").write_text(json.dumps(sorted(problems)))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

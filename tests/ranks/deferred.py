@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from leaving import leave
 from models import batches
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -197,5 +198,4 @@ if __name__ == "__main__":
     what, folder, options = sys.argv[1:4]
     result = {"compare": compare, "measure": measure, "refused": refused}[what](folder, json.loads(options))
     print(json.dumps(result), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()

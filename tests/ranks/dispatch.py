@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from host_reads import host_reads
+from leaving import leave
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -16,7 +17,6 @@ from expertmesh.dispatch.local import LocalDispatcher
 from expertmesh.dispatch.protocol import Dispatched, TokenDispatcher
 from expertmesh.dispatch.transport import Situation
 from expertmesh.dispatch.transported import TransportDispatcher
-from expertmesh.gloo_exit import wait_a_moment_at_exit
 
 EXPERTS, TOP_K, HIDDEN = 8, 3, 16
 
@@ -78,7 +78,6 @@ def check(mesh: DeviceMesh, index: Tensor, dtype: torch.dtype, tolerance: float)
 
 def main() -> None:
     torch.set_num_threads(1)
-    wait_a_moment_at_exit()
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rank = dist.get_rank()
@@ -91,7 +90,7 @@ def main() -> None:
         check(mesh, torch.full((num_tokens, TOP_K), 5), dtype, tolerance)
         check(mesh, torch.zeros(0, TOP_K, dtype=torch.long), dtype, tolerance)
     print("ok")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from leaving import leave
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from expertmesh.dispatch import build_dispatcher, select
 from expertmesh.dispatch.topology import topology
 from expertmesh.dispatch.transport import Situation
 from expertmesh.errors import ConfigError
-from expertmesh.gloo_exit import wait_a_moment_at_exit
 
 
 def outcome(name: str, mesh: DeviceMesh) -> dict[str, str]:
@@ -45,7 +45,6 @@ def outcome(name: str, mesh: DeviceMesh) -> dict[str, str]:
 
 
 def main() -> None:
-    wait_a_moment_at_exit()
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     select.logger.setLevel(logging.INFO)
@@ -54,7 +53,7 @@ def main() -> None:
         with patch.object(select, "PREFERENCE", (name, "all_to_all")):
             outcomes[f"auto, {name} first"] = outcome("auto", mesh)
     print(json.dumps(outcomes))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from emulation.install import installed
+from leaving import leave
 
 from expertmesh.dispatch.select import agree, ask, choose
 from expertmesh.dispatch.transport import Situation
 from expertmesh.errors import ConfigError
-from expertmesh.gloo_exit import wait_a_moment_at_exit
 
 SITUATION = Situation(
     ep_size=2, num_experts=16, hidden=512, dtype=torch.bfloat16, device=torch.device("cpu"), ranks_per_node=2
@@ -40,7 +40,6 @@ def outcomes(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    wait_a_moment_at_exit()
     dist.init_process_group("gloo")
     chosen = {}
     for emulation, names in EMULATIONS.items():
@@ -49,7 +48,7 @@ def main() -> None:
         with installed(emulation) if dist.get_rank() == 0 else nullcontext():
             chosen[f"{emulation} on rank 0"] = dict(outcomes(names))
     print(json.dumps(chosen))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

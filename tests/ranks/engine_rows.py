@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from leaving import leave
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -29,7 +30,6 @@ from host_reads import host_reads
 from expertmesh.dispatch.transport import Route, Transport
 from expertmesh.dispatch.transported import TransportDispatcher
 from expertmesh.errors import ConfigError
-from expertmesh.gloo_exit import wait_a_moment_at_exit
 
 HIDDEN = 128
 
@@ -260,7 +260,6 @@ def put_to_the_test(engine: Engine, calls: tuple[Callable[[Engine], None], ...],
     Each fault must be noticed by both ranks at once, or one of them would wait for the other.
     """
     torch.set_num_threads(1)
-    wait_a_moment_at_exit()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     precision.ALLOW_FLOAT32 = True
     results: dict[str, dict[str, str | None]] = {"scenarios": {}, "calls": {}, "faults": {}}
@@ -281,4 +280,4 @@ def put_to_the_test(engine: Engine, calls: tuple[Callable[[Engine], None], ...],
     dist.all_gather_object(everybody, results)
     if dist.get_rank() == 0:
         print(json.dumps(everybody))
-    dist.destroy_process_group()
+    leave()

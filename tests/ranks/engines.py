@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from leaving import leave
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -199,8 +200,7 @@ def main() -> None:
     dist.all_gather_object(everybody, results)
     if dist.get_rank() == 0:
         print(json.dumps(everybody))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

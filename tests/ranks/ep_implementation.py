@@ -21,6 +21,7 @@ from emulation import precision
 from emulation.install import installed
 from expertmesh_plugins.deepep import destroy_buffers
 from expertmesh_plugins.transformer_engine import finalize
+from leaving import leave
 from models import batches, build
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -31,7 +32,6 @@ import expertmesh  # noqa: F401  (registers the names)
 from expertmesh.dispatch.all_to_all import AllToAll
 from expertmesh.errors import ConfigError
 from expertmesh.experts import find_experts
-from expertmesh.gloo_exit import wait_a_moment_at_exit
 
 ROWS, LENGTH = 8, 12
 THEIRS = "all_to_all"
@@ -162,7 +162,6 @@ def difference(some: tuple[float, dict[str, Tensor]], others: tuple[float, dict[
 
 def main() -> None:
     torch.set_num_threads(1)
-    wait_a_moment_at_exit()
     dist.init_process_group("gloo")
     # Engines send bfloat16 only, which would hide errors.
     precision.ALLOW_FLOAT32 = True
@@ -170,7 +169,7 @@ def main() -> None:
     check_refusal(next(Path(sys.argv[1]).iterdir()))
     if dist.get_rank() == 0:
         print(json.dumps(results))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

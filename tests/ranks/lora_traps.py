@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from expertmesh_plugins.peft import load_adapters, save_adapters
 from expertmesh_plugins.peft.experts import b_as_stored
+from leaving import leave
 from models import batches, build
 from parity import Case, by_position
 from parity import run as compare_with_one_process
@@ -297,9 +298,7 @@ def main() -> None:
     results = {case.__name__: case() for case in CASES if not chosen or case.__name__ in chosen}
     if dist.get_rank() == 0:
         print(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
+    leave()
 
 
 if __name__ == "__main__":

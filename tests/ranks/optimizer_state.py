@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from leaving import leave
 from models import batches, build
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -174,5 +175,4 @@ if __name__ == "__main__":
         dist.init_process_group("gloo")
     {"save": save, "load": load, "alone": alone}[mode](Path(folder))
     if distributed:
-        dist.barrier()
-        dist.destroy_process_group()
+        leave()

@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from leaving import leave
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -387,8 +388,7 @@ def main() -> None:
         results = {name: run(case) for name, case in cases.items()}
     if dist.get_rank() == 0:
         print(json.dumps(results))
-    dist.destroy_process_group()
-    sys.stdout.flush()
+    leave()
 
 
 if __name__ == "__main__":

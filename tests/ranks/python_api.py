@@ -7,6 +7,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from leaving import leave
 from models import batches, build
 from transformers import Trainer, TrainingArguments
 
@@ -67,4 +68,4 @@ if __name__ == "__main__":
     losses = with_training_arguments() if mode == "trainer" else with_accelerator(mode)
     if dist.get_rank() == 0:
         print(json.dumps(losses))
-    dist.destroy_process_group()
+    leave()

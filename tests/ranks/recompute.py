@@ -13,6 +13,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 from expertmesh_plugins.transformers.checkpointing import patch_checkpointing
+from leaving import leave
 from models import batches, build
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
@@ -112,8 +113,7 @@ def main() -> None:
         )
     if dist.get_rank() == 0:
         print(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

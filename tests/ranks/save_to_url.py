@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
+from leaving import leave
 from models import build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,5 +31,4 @@ try:
     save_model(model, f"file://{folder}/blocked", max_shard_size=40_000)
 except CheckpointError as error:
     print("refused:", error)
-dist.barrier()
-dist.destroy_process_group()
+leave()

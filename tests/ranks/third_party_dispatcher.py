@@ -10,6 +10,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from leaving import leave
 from parity import Case, run
 from torch import Tensor
 
@@ -33,7 +34,7 @@ def main() -> None:
     results = {label: run(case) for label, case in cases.items()}
     if dist.get_rank() == 0:
         print(json.dumps(results))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
