@@ -105,7 +105,9 @@ def test_a_switch_that_is_neither_is_refused():
 
 
 def test_a_dispatcher_that_nobody_registered_is_refused():
-    with pytest.raises(ConfigError, match="'carrier_pigeon' is unknown: set ep_dispatcher to auto or one of all_to_all"):
+    with pytest.raises(
+        ConfigError, match="'carrier_pigeon' is unknown: set ep_dispatcher to auto or one of all_to_all"
+    ):
         check_dispatcher("carrier_pigeon")
 
 
