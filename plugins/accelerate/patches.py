@@ -7,7 +7,7 @@ tests/test_deferred_load.py:
   that any mesh can resume, see `checkpoints`.
 - `accelerate.Accelerator.get_state_dict`: adapters of experts as PEFT stores them (tests/test_peft.py).
 - `accelerate.Accelerator.end_training`: first waits for a checkpoint that is written in the background, and for the
-  other ranks.
+  other ranks, and ends what engines hold (tests/test_engines.py).
 - `accelerate.Accelerator.prepare`: first gives models with routed experts what balances them, in one process too.
 - `accelerate.Accelerator.backward`: first adds the z-loss to the loss (both: tests/test_balance.py).
 - `accelerate.accelerator.fsdp2_prepare_model`: a model whose weights were left in their files gets them once
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from expertmesh.balance import balance, join_waiting
 from expertmesh.checkpoint.checkpoint import wait_for_checkpoints
+from expertmesh.dispatch import close_engines
 
 
 def patch_accelerate() -> None:
@@ -53,6 +54,7 @@ def _end_training(original: Callable[[Accelerator], None], accelerator: Accelera
     wait_for_checkpoints()
     # A rank must not exit right behind a collective: gloo's threads may still hold its tensors (pytorch#179291).
     accelerator.wait_for_everyone()
+    close_engines()
     original(accelerator)
 
 

@@ -2,9 +2,8 @@
 
 A buffer of DeepEP is hundreds of MiB on every GPU, and building one talks to all ranks. They are built with
 `explicitly_destroy`, so that nothing is destroyed by chance: a destructor that waits for other ranks while the
-interpreter ends hangs. When a process ends in good order and its process group still lives, they are destroyed then;
-`destroy_buffers` does it earlier, which whoever destroys the process group should. If neither happened the memory goes
-with the process.
+interpreter ends hangs. They are destroyed when training ends (`expertmesh.dispatch.close_engines`), or else when a
+process ends in good order and its process group still lives. If neither happened the memory goes with the process.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from expertmesh.dispatch.closing import close_with_training
 
 Buffer = TypeVar("Buffer")
 
@@ -32,6 +33,7 @@ def shared_buffer(kind: Hashable, ep_mesh: DeviceMesh, build: Callable[[], Buffe
     """
     key = (kind, tuple(dist.get_process_group_ranks(ep_mesh.get_group())))
     if not _BUFFERS:
+        close_with_training(destroy_buffers)
         atexit.register(_at_exit)
     if key not in _BUFFERS:
         _BUFFERS[key] = build()

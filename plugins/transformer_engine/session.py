@@ -4,7 +4,7 @@ The group is created for a number of tokens a rank. When more come it is created
 brought back then, so that must not happen between a forward and its backward.
 
 Transformer Engine tears the group down when the process ends, for which the process group must still live. Whoever
-destroys that earlier calls `finalize` first.
+destroys that earlier calls `expertmesh.dispatch.close_engines` first, as the end of training under Accelerate does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from expertmesh.dispatch.capacity import Capacity
+from expertmesh.dispatch.closing import close_with_training
 from expertmesh.dispatch.transport import Situation
 from expertmesh.errors import ConfigError
 
@@ -161,6 +162,7 @@ def open_session(ep_mesh: DeviceMesh, situation: Situation) -> Session:
         raise ConfigError(f"ep_dispatcher te_ep cannot be used here: {reason}")
     if _SESSION is None:
         _SESSION = Session(ep_mesh, Purpose.of(situation))
+        close_with_training(finalize)
     return _SESSION
 
 
