@@ -30,16 +30,19 @@ class ArmProcesses:
             coordinator calls are methods of that worker.
         ranks: how many processes.
         lifetime: seconds after which a process ends itself.
+        device_type: `cpu`, with gloo; or `cuda`, with NCCL and one of the visible GPUs a process.
     """
 
-    def __init__(self, arm: str, build: Callable[[int], object], ranks: int, lifetime: float) -> None:
+    def __init__(
+        self, arm: str, build: Callable[[int], object], ranks: int, lifetime: float, device_type: str = "cpu"
+    ) -> None:
         self.arm = arm
         context = multiprocessing.get_context("spawn")
         port = _free_port()
         self._processes, self._connections = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            arguments = (theirs, build, rank, ranks, port, lifetime)
+            arguments = (theirs, build, rank, ranks, port, lifetime, device_type)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -99,7 +102,13 @@ def memory_mib(line: str) -> float:
 
 
 def _serve(
-    connection: Connection, build: Callable[[int], object], rank: int, ranks: int, port: int, lifetime: float
+    connection: Connection,
+    build: Callable[[int], object],
+    rank: int,
+    ranks: int,
+    port: int,
+    lifetime: float,
+    device_type: str,
 ) -> NoReturn:
     """A worker's life: build the arm, then answer `(method, arguments)` until the coordinator is gone."""
     faulthandler.dump_traceback_later(lifetime, exit=True)
@@ -111,14 +120,20 @@ def _serve(
         LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        ACCELERATE_USE_CPU="true",
     )
+    if device_type == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     import torch
     import transformers
 
-    torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    torch.distributed.init_process_group("gloo")
+    if device_type == "cpu":
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group("gloo")
+    else:
+        device = torch.device(device_type, rank)
+        torch.accelerator.set_device_index(rank)
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     worker = build(rank)
     connection.send("built")
     while True:
