@@ -42,6 +42,8 @@ class ExpertParallelForward:
         self.function = function
         self.compute_dtype = compute_dtype
 
+    # A route is no tensor, and what arrives has sizes that no compiler can know: compiled blocks are cut here.
+    @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if hidden_states.ndim != 2:
             raise ModelError(

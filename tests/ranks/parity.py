@@ -64,6 +64,7 @@ class Case:
     bf16: bool = False
     checkpointing: str = "none"
     chunks: int = 1
+    compiled: bool = False
     lora: dict[str, object] | None = None
     fault: Callable[[nn.Module], None] | None = None
 
@@ -141,6 +142,7 @@ def all_cases(world_size: int) -> dict[str, Case]:
     if world_size == 2:
         cases |= {f"family-{name}": Case(ep=2, family=name) for name in OTHER_FAMILIES}
         cases |= {f"family-{name}-grouped-mm": Case(ep=2, family=name, compute="grouped_mm") for name in VARIANTS}
+        cases["compiled"] = Case(ep=2, compiled=True)
         cases["family-gpt_oss-efsdp"] = Case(ep=1, family="gpt_oss")
         cases["fault-forgotten-division"] = Case(ep=2, fault=forget_division)
     else:
@@ -259,6 +261,9 @@ def run(case: Case) -> dict[str, float | str]:
     )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if case.bf16 else None
     parallelize(parallel, config, mp_policy=policy)
+    if case.compiled:
+        for block in parallel.model.layers:
+            block.compile(backend="aot_eager")
     if case.fault is not None:
         case.fault(parallel)
 
