@@ -21,83 +21,110 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
+from torch.distributed._functional_collectives import wait_tensor
 
+from expertmesh.dispatch.rows import NOT_PICKED, weights_by_expert
 from expertmesh.dispatch.transport import Route, Transfer, Transport
 
 
-@dataclass(frozen=True)
+@dataclass
 class Exchange:
     """Who sends which token where.
 
     Attributes:
         sent_token: `[sent]` int64, the token of each sent row, grouped by destination rank.
+        sent_block: `[sent]` int64, `token * ep_size + destination`: which block of `[tokens, ep_size, ...]` is sent.
         send_sizes: rows to each rank.
         recv_sizes: rows from each rank.
-        hidden: features of a token, behind which its routing travels.
+        hidden: features of a token, behind which its weights travel.
+        top_k_index: `[tokens, top_k]` int64 global expert ids.
+        weights: `[tokens, num_experts]` float32 as of `weights_by_expert`, until they are sent.
     """
 
     sent_token: Tensor
+    sent_block: Tensor
     send_sizes: list[int]
     recv_sizes: list[int]
     hidden: int
+    top_k_index: Tensor
+    weights: Tensor | None
 
 
 class AllToAll(Transport):
-    """See the module's docstring. Tokens may pick one expert twice."""
+    """See the module's docstring. Tokens may pick one expert twice.
+
+    With a token travel its weights of the receiver's experts, `NOT_PICKED` where it has none: the receiver has nothing
+    to translate.
+    """
 
     def plan(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Route:
         """The exchange of counts, and the one read-back of the layer."""
         num_tokens, ep_size = top_k_index.shape[0], self.situation.ep_size
-        picked = torch.zeros(num_tokens, self.situation.num_experts, dtype=torch.bool, device=top_k_index.device)
-        picked = picked.scatter_(1, top_k_index, True).view(num_tokens, ep_size, self.situation.num_local_experts)
-        goes_to = picked.any(2)
-        # Each rank is told how many tokens it gets, and how many rows each of its experts gets out of them.
-        send_counts = torch.cat([goes_to.sum(0).unsqueeze(1), picked.sum(0)], dim=1)
-        recv_counts = wait_tensor(all_to_all_single(send_counts, None, None, self.ep_mesh))
-        counts = recv_counts[:, 1:].sum(0)
-        sizes = torch.cat([send_counts[:, 0], recv_counts[:, 0], counts]).tolist()
-        send_sizes, recv_sizes = sizes[:ep_size], sizes[ep_size : 2 * ep_size]
-        sent_token = torch.nonzero_static(goes_to.t(), size=sum(send_sizes))[:, 1].contiguous()
-        exchange = Exchange(sent_token, send_sizes, recv_sizes, hidden.shape[1])
-        return Route(num_tokens, counts, sizes[2 * ep_size :], exchange)
+        num_local_experts = self.situation.num_local_experts
+        weights = self._weights(top_k_index, top_k_weights)
+        # Behind a rank's experts: whether the token picks any of them.
+        picked = torch.empty(num_tokens, ep_size, num_local_experts + 1, dtype=torch.bool, device=weights.device)
+        experts, goes_to = picked[..., :-1], picked[..., -1]
+        torch.ne(self._by_rank(weights), NOT_PICKED, out=experts)
+        torch.any(experts, 2, out=goes_to)
+        # Each rank is told how many rows each of its experts gets, and out of how many tokens.
+        counts = top_k_index.new_empty(2, ep_size, num_local_experts + 1)
+        send_counts, recv_counts = counts
+        torch.sum(picked, 0, out=send_counts)
+        dist.all_to_all_single(recv_counts, send_counts, group=self.ep_mesh.get_group())
+        rows_per_expert = recv_counts[:, :-1].sum(0)
+        sent, received = counts.tolist()
+        send_sizes, recv_sizes = ([to_rank[-1] for to_rank in side] for side in (sent, received))
+        destination, sent_token = torch.nonzero_static(goes_to.t(), size=sum(send_sizes)).unbind(1)
+        sent_block = torch.add(destination, sent_token, alpha=ep_size)
+        exchange = Exchange(sent_token, sent_block, send_sizes, recv_sizes, hidden.shape[1], top_k_index, weights)
+        on_host = [sum(of_expert) for of_expert in zip(*received, strict=True)]
+        return Route(num_tokens, rows_per_expert, on_host[:-1], exchange)
 
     def send(self, route: Route, hidden: Tensor, routing: tuple[Tensor, Tensor] | None) -> Transfer:
-        """See `Transport.send`. One all-to-all carries a token with its routing weights and expert ids."""
+        """See `Transport.send`. One all-to-all carries a token with its weights."""
         exchange: Exchange = route.handle
         if routing is None:
             sent = hidden.index_select(0, exchange.sent_token)
         else:
-            top_k_index, top_k_weights = routing
-            extra = torch.cat([top_k_weights, top_k_index.to(torch.int32).view(torch.float32)], dim=1)
-            sent = _pack(hidden, extra, exchange.sent_token)
+            weights, exchange.weights = exchange.weights, None
+            if weights is None:
+                weights = self._weights(*routing)
+            sent, features, extra = self._new_packed(hidden, exchange.sent_token.shape[0])
+            torch.index_select(hidden, 0, exchange.sent_token, out=features)
+            torch.index_select(self._by_rank(weights).flatten(0, 1), 0, exchange.sent_block, out=extra)
         return self._exchange(sent, exchange.recv_sizes, exchange.send_sizes)
 
-    def received(self, route: Route, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def received(self, route: Route, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, None]:
         """See `Transport.received`."""
-        tokens, routing = _unpack(tensors[0], route.handle.hidden)
-        weights, expert_ids = routing.chunk(2, dim=1)
-        num_local_experts = self.situation.num_local_experts
-        local_ids = expert_ids.view(torch.int32).long() - self.ep_mesh.get_local_rank() * num_local_experts
-        elsewhere = (local_ids < 0) | (local_ids >= num_local_experts)
-        return tokens, weights.contiguous(), local_ids.masked_fill(elsewhere, num_local_experts)
+        return *self._unpacked(tensors[0], route.handle.hidden), None
 
     def send_back(self, route: Route, rows: Tensor, weights: Tensor | None) -> Transfer:
         """See `Transport.send_back`."""
         exchange: Exchange = route.handle
-        sent = rows if weights is None else _pack(rows, weights)
+        sent = rows
+        if weights is not None:
+            sent, features, extra = self._new_packed(rows, rows.shape[0])
+            features.copy_(rows)
+            extra.copy_(weights)
         return self._exchange(sent, exchange.send_sizes, exchange.recv_sizes)
 
     def returned(self, route: Route, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None]:
         """See `Transport.returned`."""
-        hidden, weights = _unpack(tensors[0], route.handle.hidden)
-        return _sum_by_token(route, hidden), _sum_by_token(route, weights) if weights.shape[1] else None
+        exchange: Exchange = route.handle
+        arrived = tensors[0]
+        if arrived.shape[1] == exchange.hidden:
+            return _sum_by_token(route, arrived), None
+        features, extra = self._unpacked(arrived, exchange.hidden)
+        blocks = extra.new_zeros(route.num_tokens * self.situation.ep_size, extra.shape[1])
+        by_expert = blocks.index_copy_(0, exchange.sent_block, extra).view(-1, self.situation.num_experts)
+        return _sum_by_token(route, features), by_expert.gather(1, exchange.top_k_index)
 
     def fake_received(self, received: int, hidden: Tensor, top_k_index: Tensor) -> list[Tensor]:
         """See `Transport.fake_received`."""
-        extra = 2 * top_k_index.shape[1] * torch.float32.itemsize // hidden.dtype.itemsize
-        return [hidden.new_empty(received, hidden.shape[1] + extra)]
+        return [hidden.new_empty(received, self._width(hidden))]
 
     def _exchange(self, rows: Tensor, recv_sizes: list[int], send_sizes: list[int]) -> Transfer:
         # The operator itself and not its wrapper, which would hand out a tensor subclass.
@@ -105,33 +132,42 @@ class AllToAll(Transport):
         arriving = torch.ops._c10d_functional.all_to_all_single(rows, recv_sizes, send_sizes, group)
         return Transfer((arriving,), lambda: wait_tensor(arriving))
 
+    def _weights(self, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return weights_by_expert(top_k_index, top_k_weights, self.situation.num_experts)
+
+    def _by_rank(self, weights: Tensor) -> Tensor:
+        """`[tokens, ep_size, num_local_experts]`."""
+        return weights.unflatten(1, (self.situation.ep_size, self.situation.num_local_experts))
+
+    def _new_packed(self, like: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Uninitialised rows that carry float32 numbers bit for bit behind features: whole, and views of both parts.
+
+        Args:
+            like: `[n, hidden]`, features.
+            num_rows: how many rows.
+        """
+        packed = like.new_empty(num_rows, self._width(like))
+        return packed, *self._unpacked(packed, like.shape[1])
+
+    def _unpacked(self, packed: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
+        """Views of the features and of the float32 numbers behind them."""
+        start = _floats(hidden, packed.dtype)
+        numbers = packed.view(torch.float32)[:, start : start + self.situation.num_local_experts]
+        return packed[:, :hidden], numbers
+
+    def _width(self, features: Tensor) -> int:
+        """Elements of a packed row."""
+        num_floats = _floats(features.shape[1], features.dtype) + self.situation.num_local_experts
+        return -(-num_floats * torch.float32.itemsize // features.dtype.itemsize)
+
+
+def _floats(num_elements: int, dtype: torch.dtype) -> int:
+    """How many float32 numbers are as long as some elements, or longer."""
+    return -(-num_elements * dtype.itemsize // torch.float32.itemsize)
+
 
 def _sum_by_token(route: Route, sent_rows: Tensor) -> Tensor:
-    """Add the rows `[sent, width]` of each token up to `[tokens, width]`, in float32, returned in their dtype."""
+    """Add the rows `[sent, hidden]` of each token up to `[tokens, hidden]`, in float32, returned in their dtype."""
     total = torch.zeros(route.num_tokens, sent_rows.shape[1], dtype=torch.float32, device=sent_rows.device)
     # A strided source would make index_add_ ten times as slow.
     return total.index_add_(0, route.handle.sent_token, sent_rows.float().contiguous()).to(sent_rows.dtype)
-
-
-def _pack(features: Tensor, extra: Tensor, index: Tensor | None = None) -> Tensor:
-    """Rows `[n, width]` of `features`' dtype that carry float32 `extra` bit for bit behind the features.
-
-    Args:
-        features: `[m, hidden]`.
-        extra: `[m, columns]` float32.
-        index: `[n]` rows to take; all of them if omitted.
-    """
-    extra = (extra if index is None else extra.index_select(0, index)).contiguous().view(features.dtype)
-    hidden = features.shape[1]
-    packed = features.new_empty(extra.shape[0], hidden + extra.shape[1])
-    if index is None:
-        packed[:, :hidden].copy_(features)
-    else:
-        torch.index_select(features, 0, index, out=packed[:, :hidden])
-    packed[:, hidden:].copy_(extra)
-    return packed
-
-
-def _unpack(packed: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `_pack`: a view of the features and a float32 copy of the extra columns, if there are any."""
-    return packed[:, :hidden], packed[:, hidden:].contiguous().view(torch.float32)

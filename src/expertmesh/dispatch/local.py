@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from expertmesh.dispatch.protocol import Dispatched, TokenDispatcher
-from expertmesh.dispatch.rows import local_rows
+from expertmesh.dispatch.rows import NOT_PICKED, local_rows, weights_by_expert
 
 
 class LocalDispatcher(TokenDispatcher[None]):
@@ -24,10 +23,9 @@ class LocalDispatcher(TokenDispatcher[None]):
     def finish_dispatch(self, started: tuple[Tensor, Tensor, Tensor]) -> Dispatched[None]:
         """See `TokenDispatcher`; `received` is `tokens`."""
         hidden_states, top_k_index, top_k_weights = started
-        shape = (hidden_states.shape[0], self.num_experts)
-        picked = torch.zeros(shape, dtype=torch.bool, device=top_k_index.device).scatter_(1, top_k_index, True)
-        counts = picked.sum(0)
-        rows, row_weights = local_rows(top_k_index, top_k_weights.float(), counts, counts.tolist())
+        weights = weights_by_expert(top_k_index, top_k_weights.float(), self.num_experts)
+        counts = weights.ne(NOT_PICKED).sum(0)
+        rows, row_weights = local_rows(weights, counts, counts.tolist())
         return Dispatched(hidden_states, row_weights, rows, None)
 
     def start_combine(self, expert_output: Tensor, state: None) -> Tensor:

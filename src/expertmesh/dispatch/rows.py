@@ -69,52 +69,72 @@ class ExpertRows:
         return (torch.arange(self.num_rows, device=self.offsets.device) < self.offsets[-1]).unsqueeze(1)
 
 
-def local_rows(
-    expert_ids: Tensor, top_k_weights: Tensor, counts: Tensor, rows_per_expert: list[int]
-) -> tuple[ExpertRows, Tensor]:
-    """Lay out the rows of this rank's experts without a sort and without a read-back.
+# The weight of an expert that a token did not pick. A weight can be zero.
+NOT_PICKED = float("-inf")
 
-    A token that picks one expert twice gets one row with the sum of both weights, which is the same function.
+
+def weights_by_expert(expert_ids: Tensor, top_k_weights: Tensor, num_columns: int) -> Tensor:
+    """Each token's weight of each expert, `NOT_PICKED` where it has none; differentiable.
+
+    A token that picks one expert twice gets the sum of both weights, which is the same function.
 
     Args:
-        expert_ids: `[received, top_k]` int64 local expert ids; `num_local_experts` marks a slot of another rank.
-        top_k_weights: `[received, top_k]` float32; differentiable.
+        expert_ids: `[tokens, top_k]` int64.
+        top_k_weights: `[tokens, top_k]` float32.
+        num_columns: one more than the largest id: the number of experts, or another one where an id marks slots that do
+            not count.
+
+    Returns:
+        `[tokens, num_columns]` float32.
+    """
+    return _WeightsByExpert.apply(expert_ids, top_k_weights, num_columns)
+
+
+def local_rows(weights: Tensor, counts: Tensor, rows_per_expert: list[int]) -> tuple[ExpertRows, Tensor]:
+    """Lay out the rows of this rank's experts without a sort and without a read-back.
+
+    Args:
+        weights: `[received, num_local_experts]` float32 as of `weights_by_expert`, perhaps with columns behind them
+            that do not count; differentiable.
         counts: `[num_local_experts]` int64, rows of each expert, on the device.
         rows_per_expert: the same counts on the host.
 
     Returns:
         The rows, and their weights `[rows]` float32.
     """
-    num_local_experts = counts.shape[0]
-    shape = (expert_ids.shape[0], num_local_experts + 1)
-    picked = torch.zeros(shape, dtype=torch.bool, device=expert_ids.device).scatter_(1, expert_ids, True)
-    pairs = torch.nonzero_static(picked[:, :-1].t(), size=sum(rows_per_expert))
-    expert_index, token_index = pairs.unbind(1)
-    rows = ExpertRows(token_index, rows_per_expert, counts.cumsum(0).to(torch.int32), token_index.shape[0])
-    return rows, _RowWeights.apply(top_k_weights, expert_ids, token_index, expert_index, num_local_experts)
+    picked = weights[:, : counts.shape[0]].ne(NOT_PICKED)
+    expert_index, token_index = torch.nonzero_static(picked.t(), size=sum(rows_per_expert)).unbind(1)
+    rows = ExpertRows(token_index, rows_per_expert, counts.cumsum(0, dtype=torch.int32), token_index.shape[0])
+    return rows, _RowWeights.apply(weights, token_index, expert_index)
+
+
+class _WeightsByExpert(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, expert_ids: Tensor, top_k_weights: Tensor, num_columns: int
+    ) -> Tensor:
+        ctx.save_for_backward(expert_ids)
+        weights = top_k_weights.new_full((expert_ids.shape[0], num_columns), NOT_PICKED)
+        return weights.scatter_reduce_(1, expert_ids, top_k_weights, "sum", include_self=False)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[None, Tensor, None]:
+        (expert_ids,) = ctx.saved_tensors
+        return None, grad.gather(1, expert_ids), None
 
 
 class _RowWeights(torch.autograd.Function):
-    """`[received, top_k]` weights to `[rows]` and their gradients back, without an accumulating scatter."""
+    """Weights by expert to `[rows]` and their gradients back, without an accumulating scatter."""
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        top_k_weights: Tensor,
-        expert_ids: Tensor,
-        token_index: Tensor,
-        expert_index: Tensor,
-        num_local_experts: int,
+        ctx: torch.autograd.function.FunctionCtx, weights: Tensor, token_index: Tensor, expert_index: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(expert_ids, token_index, expert_index)
-        ctx.num_local_experts = num_local_experts
-        dense = top_k_weights.new_zeros(expert_ids.shape[0], num_local_experts + 1)
-        return dense.scatter_add_(1, expert_ids, top_k_weights)[token_index, expert_index]
+        ctx.save_for_backward(token_index, expert_index)
+        ctx.shape = weights.shape
+        return weights[token_index, expert_index]
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        expert_ids, token_index, expert_index = ctx.saved_tensors
-        # The last column stays zero: it belongs to the slots of other ranks.
-        dense = grad.new_zeros(expert_ids.shape[0], ctx.num_local_experts + 1)
-        dense[token_index, expert_index] = grad
-        return dense.gather(1, expert_ids), None, None, None, None
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        # What does not count stays zero.
+        return grad.new_zeros(ctx.shape).index_put_(ctx.saved_tensors, grad), None, None

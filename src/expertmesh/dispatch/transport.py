@@ -157,7 +157,8 @@ class Transport(ABC):
         Returns:
             Compact: tokens `[received, hidden]` (a strided view will do), weights `[received, top_k]` float32 and local
             expert ids `[received, top_k]` int64, in which `num_local_experts` marks slots of other ranks (whose
-            weights may be anything). Expanded: rows `[rows, hidden]`, weights `[rows]` float32, zero wherever
+            weights may be anything); or weights `[received, num_local_experts]` as of `rows.weights_by_expert`, and
+            None. Expanded: rows `[rows, hidden]`, weights `[rows]` float32, zero wherever
             no real row is, and None. Without routing only the first, the others are None.
         """
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expertmesh.dispatch import ops
 from expertmesh.dispatch.protocol import Dispatched, TokenDispatcher
-from expertmesh.dispatch.rows import ExpertRows, local_rows
+from expertmesh.dispatch.rows import ExpertRows, local_rows, weights_by_expert
 from expertmesh.dispatch.transport import Route, Transport, TransportHandle
 
 
@@ -44,11 +44,13 @@ class TransportDispatcher(TokenDispatcher[Route]):
         """See `TokenDispatcher`."""
         route = started.route
         tokens, weights, expert_ids = ops.arrive(self.transport, route, started.tensors)
-        if expert_ids is None:
-            offsets = route.counts.cumsum(0).to(torch.int32)
+        if self.transport.brings_rows:
+            offsets = route.counts.cumsum(0, dtype=torch.int32)
             rows = ExpertRows(None, route.rows_per_expert, offsets, tokens.shape[0])
             return Dispatched(tokens, weights, rows, route)
-        rows, row_weights = local_rows(expert_ids, weights, route.counts, route.rows_per_expert)
+        if expert_ids is not None:
+            weights = weights_by_expert(expert_ids, weights, route.counts.shape[0] + 1)
+        rows, row_weights = local_rows(weights, route.counts, route.rows_per_expert)
         return Dispatched(tokens, row_weights, rows, route)
 
     def start_combine(self, expert_output: Tensor, state: Route) -> Underway:
