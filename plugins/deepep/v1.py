@@ -79,7 +79,9 @@ class DeepEPV1(Transport):
             **self._on_comm_stream(),
         )
         sent = Sent(handle, weights, local_ids, (tokens, event))
-        return Route(num_tokens, torch.tensor(counts, device=hidden.device), counts, sent)
+        # From pinned memory, so that the host does not wait once more.
+        on_device = torch.tensor(counts, pin_memory=hidden.is_cuda).to(hidden.device, non_blocking=True)
+        return Route(num_tokens, on_device, counts, sent)
 
     def send(self, route: Route, hidden: Tensor, routing: tuple[Tensor, Tensor] | None) -> Transfer:
         """See `Transport.send`. All but the first travel along the handle, without counts and without a wait."""
