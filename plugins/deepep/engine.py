@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from expertmesh.dispatch.transport import Situation
+from expertmesh.errors import ConfigError
 
 _INSTALL = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP"
 INSTALL = {
@@ -56,3 +59,21 @@ def unsuitable(situation: Situation) -> str | None:
     if situation.dtype is not None and situation.dtype not in dtypes:
         return f"it sends bfloat16 only, and tokens are {situation.dtype}: set mixed_precision to bf16."
     return None
+
+
+def refuse_late(dispatcher: str, situation: Situation, tokens: Tensor) -> None:
+    """Refuse a dtype that nobody could tell before, because autocast chooses it.
+
+    Args:
+        dispatcher: what the user calls it.
+        situation: what the dispatcher was built for.
+        tokens: what it is given.
+
+    Raises:
+        ConfigError: the tokens' dtype does not suit. The engine itself would stop without saying what to do.
+    """
+    if situation.dtype is not None:
+        return
+    reason = unsuitable(replace(situation, dtype=tokens.dtype))
+    if reason is not None:
+        raise ConfigError(f"ep_dispatcher {dispatcher} cannot be used here: {reason}")

@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 from expertmesh_plugins.deepep.buffers import shared_buffer
-from expertmesh_plugins.deepep.engine import load, unavailable, unsuitable
+from expertmesh_plugins.deepep.engine import load, refuse_late, unavailable, unsuitable
 from expertmesh_plugins.deepep.nobody import somebody
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from expertmesh.dispatch.transport import Route, Situation, Transfer, Transport
 
-# Where kernels are instantiated; across nodes eight ranks a node.
+# Up to so many ranks it takes to be on one node, and joined by NVLink; of more, the first so many, the next, ...
+_NODE = 8
+# Where kernels are instantiated.
 _INSIDE_NODE = (2, 4, 8)
 _ACROSS_NODES = (16, 32, 64, 128, 144, 160)
 
@@ -58,10 +60,15 @@ class DeepEPV1(Transport):
     @classmethod
     def refusal(cls, situation: Situation) -> str | None:
         """See `Transport.refusal`."""
-        return unavailable("Buffer") or unsuitable(situation) or _too_large(situation)
+        return unavailable("Buffer") or unsuitable(situation) or _too_large(situation) or _misplaced(situation)
 
     def plan(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Route:
-        """See `Transport.plan`. Sends the tokens, which the first `send` hands out."""
+        """See `Transport.plan`. Sends the tokens, which the first `send` hands out.
+
+        Raises:
+            ConfigError: see `refuse_late`.
+        """
+        refuse_late("deepep", self.situation, hidden)
         num_tokens = hidden.shape[0]
         hidden, top_k_index, top_k_weights = somebody(hidden, top_k_index, top_k_weights)
         per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
@@ -131,7 +138,7 @@ class DeepEPV1(Transport):
 
 
 def _too_large(situation: Situation) -> str | None:
-    inside = situation.ep_size <= 8
+    inside = situation.ep_size <= _NODE
     sizes = _INSIDE_NODE if inside else _ACROSS_NODES
     if situation.ep_size not in sizes:
         return f"it has no kernels for an ep_size of {situation.ep_size}: set ep_size to one of {sizes}."
@@ -143,6 +150,27 @@ def _too_large(situation: Situation) -> str | None:
         return (
             f"it takes a hidden size up to {limit} that is a multiple of 128, and this is {situation.hidden}: choose "
             f"another dispatcher."
+        )
+    return None
+
+
+def _misplaced(situation: Situation) -> str | None:
+    """On nodes or GPUs that its kernels do not serve."""
+    size, node = situation.ep_size, situation.ranks_per_node
+    if size <= _NODE and not situation.is_inside_node:
+        return (
+            f"up to {_NODE} ranks must be on one node, and an EP group of {size} is on several, with {node} each: "
+            f"choose an ep_size that divides {node}, or use all_to_all."
+        )
+    if size > _NODE and node is not None and node % _NODE:
+        return f"across nodes it takes {_NODE} ranks of each, and a node has {node}: use all_to_all."
+    needs_hopper = load().Buffer.is_sm90_compiled()
+    if size > _NODE and not needs_hopper:
+        return f"built with DISABLE_SM90_FEATURES it reaches {_NODE} ranks: build it without, or lower ep_size."
+    if situation.device.type == "cuda" and needs_hopper and torch.cuda.get_device_capability() < (9, 0):
+        return (
+            "it was built for GPUs of compute capability 9.0 (Hopper) or newer: build it with "
+            "DISABLE_SM90_FEATURES=1, or use all_to_all."
         )
     return None
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from expertmesh_plugins.deepep.buffers import shared_buffer
-from expertmesh_plugins.deepep.engine import load, unavailable, unsuitable
+from expertmesh_plugins.deepep.engine import load, refuse_late, unavailable, unsuitable
 from expertmesh_plugins.deepep.nobody import somebody
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -70,7 +70,12 @@ class ElasticTransport(Transport):
         """The route of a dispatch."""
 
     def plan(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Route:
-        """See `Transport.plan`. Sends the tokens, which the first `send` hands out."""
+        """See `Transport.plan`. Sends the tokens, which the first `send` hands out.
+
+        Raises:
+            ConfigError: see `refuse_late`.
+        """
+        refuse_late("deepep", self.situation, hidden)
         buffer = self._buffer(self._capacity.at_least(hidden.shape[0]), top_k_index.shape[1])
         num_tokens = hidden.shape[0]
         hidden, top_k_index, top_k_weights = somebody(hidden, top_k_index, top_k_weights)

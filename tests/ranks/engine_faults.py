@@ -22,11 +22,13 @@ class Fault:
         seed: breaks the adapter while its block runs.
         scenario: in which it shows.
         repeat: how often tokens are sent along one route.
+        noticed_by: the check of `engines.py` that has to notice; by default that of the numbers of one call.
     """
 
     seed: Callable[[], AbstractContextManager]
     scenario: str = "uneven"
     repeat: int = 1
+    noticed_by: str | None = None
 
 
 def replaced(owner: object, name: str, make: Callable[[Callable], Callable], **where) -> Fault:
@@ -124,7 +126,33 @@ def _buffer_a_layer(original):
     return lambda kind, mesh, build: original((kind, next(count)), mesh, build)
 
 
+def _the_first_call_s_route(original):
+    """What backward needs is kept for each layer rather than for each call."""
+    kept = {}
+
+    def send_back(self, route, rows, weights):
+        own = route.handle
+        route.handle = kept.setdefault(id(self), own)
+        try:
+            return original(self, route, rows, weights)
+        finally:
+            route.handle = own
+
+    return send_back
+
+
+def _over_several_calls(module, kind):
+    return {
+        "recomputation plans again": replaced(kind, "send", _plan_again, noticed_by="counts"),
+        "a buffer for each layer": replaced(module, "shared_buffer", _buffer_a_layer, noticed_by="shares"),
+        "the route of another call": replaced(
+            kind, "send_back", _the_first_call_s_route, noticed_by="keeps_calls_apart"
+        ),
+    }
+
+
 V1 = {
+    **_over_several_calls(v1, v1.DeepEPV1),
     "sent tokens are not waited for": replaced(v1.DeepEPV1, "send", _transfer_without("wait")),
     "returned results are not waited for": replaced(v1.DeepEPV1, "send_back", _transfer_without("wait")),
     "the router's gradient is dropped": replaced(v1.DeepEPV1, "send_back", _transfer_without(1)),
@@ -186,6 +214,7 @@ def _v2(method, change, **where):
 
 def _elastic(kind):
     return {
+        **_over_several_calls(v2, kind),
         "sent tokens are not waited for": replaced(kind, "send", _transfer_without("wait")),
         "returned results are not waited for": replaced(kind, "send_back", _transfer_without("wait")),
         "the router's gradient is dropped": replaced(kind, "send_back", _transfer_without(1)),

@@ -12,11 +12,13 @@ import gc
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from leaving import leave
@@ -37,6 +39,7 @@ from expertmesh.dispatch import close_engines
 from expertmesh.dispatch.registry import find_transport
 from expertmesh.dispatch.transport import Transport
 from expertmesh.dispatch.transported import TransportDispatcher
+from expertmesh.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ ENGINES = {
 
 
 def build(
-    engine: Engine, scenario: Scenario, dtype: torch.dtype = torch.float32, mesh: DeviceMesh | None = None
+    engine: Engine, scenario: Scenario, dtype: torch.dtype | None = torch.float32, mesh: DeviceMesh | None = None
 ) -> Transport:
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     where = situation(scenario, engine.hidden, dtype)
@@ -94,6 +97,13 @@ def counts(engine: Engine) -> None:
     check(transport, scenario, engine.hidden, repeat=3)
     assert CALLS[engine.plan] == 1, dict(CALLS)
     assert CALLS[engine.replay] == 3, dict(CALLS)
+
+
+def keeps_calls_apart(engine: Engine) -> None:
+    """A layer that is called again, with other tokens, mixes nothing up."""
+    transport = build(engine, SCENARIOS["uneven"])
+    for tokens in ((7, 5, 12, 3), (2, 9, 1, 4)):
+        check(transport, replace(SCENARIOS["uneven"], tokens=tokens), engine.hidden)
 
 
 def shares(engine: Engine) -> None:
@@ -169,6 +179,33 @@ def computes_in_bfloat16(engine: Engine) -> None:
         precision.ALLOW_FLOAT32 = True
 
 
+def refuses_what_only_autocast_tells(engine: Engine) -> None:
+    """Where nobody could say before what tokens are sent in, float32 is refused when it comes."""
+    precision.ALLOW_FLOAT32 = False
+    try:
+        scenario = SCENARIOS["uneven"]
+        transport = build(engine, scenario, dtype=None)
+        with pytest.raises(ConfigError, match=r"cannot be used here: .* tokens are torch.float32: set mixed_precision"):
+            transport.plan(*inputs(scenario, dist.get_rank(), engine.hidden))
+    finally:
+        precision.ALLOW_FLOAT32 = True
+
+
+TOGETHER = {
+    one.__name__: one
+    for one in (
+        counts,
+        keeps_calls_apart,
+        shares,
+        overlaps,
+        lets_go_of_handles,
+        reads_nothing_back,
+        computes_in_bfloat16,
+        refuses_what_only_autocast_tells,
+    )
+}
+
+
 def ends_with_training() -> None:
     """What the end of training calls destroys all buffers, while the process group lives."""
     assert buffers._BUFFERS
@@ -184,8 +221,13 @@ def fault(engine: Engine, seeded: Fault) -> str | None:
     dist.barrier()
     group = dist.new_group(timeout=timedelta(seconds=10))
     mesh = DeviceMesh.from_group(group, "cpu", mesh=list(range(dist.get_world_size())))
+
+    def numbers(engine: Engine) -> None:
+        check(build(engine, scenario, mesh=mesh), scenario, engine.hidden, repeat=seeded.repeat)
+
+    notice = numbers if seeded.noticed_by is None else TOGETHER[seeded.noticed_by]
     with patch.dict(buffers._BUFFERS, clear=True), seeded.seed():
-        return said(lambda: check(build(engine, scenario, mesh=mesh), scenario, engine.hidden, repeat=seeded.repeat))
+        return said(lambda: notice(engine))
 
 
 def main() -> None:
@@ -200,8 +242,9 @@ def main() -> None:
             results["scenarios"][label] = said(
                 lambda scenario=scenario: check(build(engine, scenario), scenario, engine.hidden)
             )
-        for together in (counts, shares, overlaps, lets_go_of_handles, reads_nothing_back, computes_in_bfloat16):
-            results["calls"][together.__name__] = said(lambda together=together: together(engine))
+        for label, together in TOGETHER.items():
+            results["calls"][label] = said(lambda together=together: together(engine))
+        results["calls"]["nothing seeded"] = fault(engine, Fault(nullcontext))
         for label, seeded in FAULTS[name].items():
             results["faults"][label] = fault(engine, seeded)
         results["calls"]["destroys"] = said(ends_with_training)
