@@ -1,7 +1,7 @@
 """The adapters of the engines that need a GPU, against emulations that are as strict as the engines, and seeded faults.
 
-`ranks/engines.py` says what is checked, `ranks/engine_faults.py` what is seeded. In float32 everything equals
-arithmetic that moves nothing to 2e-6 of the largest entry, in bfloat16 to 0.03.
+`ranks/engine_checks.py` and `ranks/engine_events.py` say what is checked, `ranks/engine_faults.py` what is seeded. In
+float32 everything equals arithmetic that moves nothing to 2e-6 of the largest entry, in bfloat16 to 0.03.
 """
 
 from __future__ import annotations

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from types import ModuleType
 
-import torch
-from torch import Tensor
-
+from expertmesh.dispatch.requirements import device_and_dtype
 from expertmesh.dispatch.transport import Situation
-from expertmesh.errors import ConfigError
 
 _INSTALL = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP"
 INSTALL = {
@@ -18,6 +14,9 @@ INSTALL = {
     "ElasticBuffer": f"install DeepEP 2.1.0 or newer (NCCL 2.30.4 or newer): `{_INSTALL}`.",
     "HybridEPBuffer": f"install DeepEP's branch hybrid-ep: `{_INSTALL}@hybrid-ep`.",
 }
+
+# What experts' rows are padded to by engines that sort them: grouped GEMMs in any precision down to FP8 can do with it.
+ROWS_MULTIPLE = 16
 
 
 def load() -> ModuleType:
@@ -50,30 +49,4 @@ def unavailable(entry: str) -> str | None:
 
 def unsuitable(situation: Situation) -> str | None:
     """Why no build of DeepEP serves a device or a dtype; None if they all may."""
-    module = load()
-    # The real package says neither: it is CUDA and bfloat16.
-    devices = getattr(module, "DEVICE_TYPES", ("cuda",))
-    dtypes = getattr(module, "DTYPES", (torch.bfloat16,))
-    if situation.device.type not in devices:
-        return f"it needs {' or '.join(devices)}, and tokens are on {situation.device.type}: use all_to_all there."
-    if situation.dtype is not None and situation.dtype not in dtypes:
-        return f"it sends bfloat16 only, and tokens are {situation.dtype}: set mixed_precision to bf16."
-    return None
-
-
-def refuse_late(dispatcher: str, situation: Situation, tokens: Tensor) -> None:
-    """Refuse a dtype that nobody could tell before, because autocast chooses it.
-
-    Args:
-        dispatcher: what the user calls it.
-        situation: what the dispatcher was built for.
-        tokens: what it is given.
-
-    Raises:
-        ConfigError: the tokens' dtype does not suit. The engine itself would stop without saying what to do.
-    """
-    if situation.dtype is not None:
-        return
-    reason = unsuitable(replace(situation, dtype=tokens.dtype))
-    if reason is not None:
-        raise ConfigError(f"ep_dispatcher {dispatcher} cannot be used here: {reason}")
+    return device_and_dtype(load(), situation)

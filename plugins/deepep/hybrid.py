@@ -16,23 +16,20 @@ What is not obvious:
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from expertmesh_plugins.deepep.buffers import shared_buffer
-from expertmesh_plugins.deepep.engine import load, unavailable, unsuitable
+from expertmesh_plugins.deepep.engine import ROWS_MULTIPLE, load, unavailable, unsuitable
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from expertmesh.dispatch.capacity import Capacity
+from expertmesh.dispatch.requirements import hopper, refuse_late
 from expertmesh.dispatch.transport import Route, Situation, Transfer, Transport
-from expertmesh.errors import ConfigError
 
-# What grouped GEMMs in any precision down to FP8 can do with.
-_ROWS_MULTIPLE = 16
-_OLDEST_DEVICE = (9, 0)
 # The engine's own variable, for machines whose NVLink reaches further than a node.
 _DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
@@ -48,7 +45,6 @@ class Sent:
         num_rows: rows of this rank, with their padding.
         top_k_index: `[tokens, top_k]` int64.
         weights: `[rows]` float32, zero in gaps.
-        first: the rows of the first dispatch, until they are asked for.
     """
 
     buffer: Any
@@ -57,7 +53,10 @@ class Sent:
     num_rows: int
     top_k_index: Tensor
     weights: Tensor
-    first: Tensor | None
+
+    def transfer(self, rows: Tensor, is_routed: bool) -> Transfer:
+        """Rows that travel along the handle, as `Transport.send` returns them."""
+        return Transfer((rows, self.weights.detach() if is_routed else None, None))
 
 
 class HybridEP(Transport):
@@ -73,18 +72,21 @@ class HybridEP(Transport):
     @classmethod
     def refusal(cls, situation: Situation) -> str | None:
         """See `Transport.refusal`."""
-        return unavailable("HybridEPBuffer") or unsuitable(situation) or _out_of_reach(situation) or _odd(situation)
+        return (
+            unavailable("HybridEPBuffer")
+            or unsuitable(situation)
+            or _out_of_reach(situation)
+            or hopper(situation)
+            or _odd(situation)
+        )
 
     def plan(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Route:
-        """See `Transport.plan`. Sends the tokens, which the first `send` hands out.
+        """See `Transport.plan`. Sends the tokens too.
 
         Raises:
-            ConfigError: tokens are not in bfloat16, which only now can be seen.
+            ConfigError: see `refuse_late`.
         """
-        # The engine's own assertions end the process without a word.
-        reason = None if self.situation.dtype else unsuitable(replace(self.situation, dtype=hidden.dtype))
-        if reason is not None:
-            raise ConfigError(f"ep_dispatcher hybridep cannot be used here: {reason}")
+        refuse_late("hybridep", self.situation, hidden, unsuitable)
         capacity = self._capacity.at_least(hidden.shape[0])
         buffer = self._buffer(capacity)
         probs = hidden.new_zeros(capacity, self.situation.num_experts, dtype=torch.float32)
@@ -93,32 +95,30 @@ class HybridEP(Transport):
             hidden=_filled_up(hidden, capacity),
             routing_map=routing_map.scatter_(1, top_k_index, True),
             probs=probs.scatter_(1, top_k_index, top_k_weights),
-            pad_multiple=_ROWS_MULTIPLE,
+            pad_multiple=ROWS_MULTIPLE,
         )
         # The engine has waited for them: they are on the host.
         rows_per_expert = counts.tolist()
-        sent = Sent(buffer, handle, capacity, sum(rows_per_expert), top_k_index, weights, rows)
-        return Route(hidden.shape[0], counts.to(hidden.device, non_blocking=True), rows_per_expert, sent)
+        sent = Sent(buffer, handle, capacity, sum(rows_per_expert), top_k_index, weights)
+        on_device = counts.to(hidden.device, non_blocking=True)
+        return Route(hidden.shape[0], on_device, rows_per_expert, sent, sent.transfer(rows, is_routed=True))
 
     def send(self, route: Route, hidden: Tensor, routing: tuple[Tensor, Tensor] | None) -> Transfer:
-        """See `Transport.send`. All but the first travel along the handle, without a layout and without a wait."""
+        """See `Transport.send`. Along the handle, without a layout and without a wait."""
         sent: Sent = route.handle
-        if routing is not None and sent.first is not None:
-            rows, sent.first = sent.first, None
-        else:
-            rows, *_ = sent.buffer.dispatch_with_permute(
-                hidden=_filled_up(hidden, sent.capacity),
-                handle=sent.handle,
-                num_permuted_tokens=sent.num_rows,
-                pad_multiple=_ROWS_MULTIPLE,
-            )
-        return Transfer((rows, None if routing is None else sent.weights.detach(), None))
+        rows, *_ = sent.buffer.dispatch_with_permute(
+            hidden=_filled_up(hidden, sent.capacity),
+            handle=sent.handle,
+            num_permuted_tokens=sent.num_rows,
+            pad_multiple=ROWS_MULTIPLE,
+        )
+        return sent.transfer(rows, is_routed=routing is not None)
 
     def send_back(self, route: Route, rows: Tensor, weights: Tensor | None) -> Transfer:
         """See `Transport.send_back`."""
         sent: Sent = route.handle
         hidden, probs = sent.buffer.combine_with_unpermute(
-            hidden=rows, probs=weights, handle=sent.handle, pad_multiple=_ROWS_MULTIPLE
+            hidden=rows, probs=weights, handle=sent.handle, pad_multiple=ROWS_MULTIPLE
         )
         size = route.num_tokens
         return Transfer((hidden[:size], None if weights is None else probs[:size].gather(1, sent.top_k_index)))
@@ -147,8 +147,6 @@ def _out_of_reach(situation: Situation) -> str | None:
 
 
 def _odd(situation: Situation) -> str | None:
-    if situation.device.type == "cuda" and torch.cuda.get_device_capability() < _OLDEST_DEVICE:
-        return f"it needs a GPU of Hopper's generation or newer, not {torch.cuda.get_device_name()}: use all_to_all."
     if situation.hidden % 16:
         return f"it takes a hidden size that is a multiple of 16, and this is {situation.hidden}: use all_to_all."
     if situation.num_experts % 4:

@@ -10,17 +10,17 @@ What is not obvious:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from expertmesh_plugins.deepep.buffers import shared_buffer
-from expertmesh_plugins.deepep.engine import load, refuse_late, unavailable, unsuitable
+from expertmesh_plugins.deepep.engine import load, unavailable, unsuitable
 from expertmesh_plugins.deepep.nobody import somebody
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from expertmesh.dispatch.requirements import is_older_than_hopper, refuse_late
 from expertmesh.dispatch.transport import Route, Situation, Transfer, Transport
 
 # Up to so many ranks it takes to be on one node, and joined by NVLink; of more, the first so many, the next, ...
@@ -38,13 +38,16 @@ class Sent:
         handle: DeepEP's own.
         weights: `[received, top_k]` float32, zero at slots of other ranks.
         local_ids: `[received, top_k]` int64, -1 at slots of other ranks.
-        first: the tokens of the first dispatch and their event, until they are asked for.
     """
 
     handle: tuple
     weights: Tensor
     local_ids: Tensor
-    first: tuple[Tensor, Any] | None
+
+    def transfer(self, tokens: Tensor, event: Any, is_routed: bool) -> Transfer:
+        """Tokens that travel along the handle, as `Transport.send` returns them."""
+        routing = (self.weights.detach(), self.local_ids.detach()) if is_routed else (None, None)
+        return Transfer((tokens, *routing), event.current_stream_wait)
 
 
 class DeepEPV1(Transport):
@@ -63,12 +66,12 @@ class DeepEPV1(Transport):
         return unavailable("Buffer") or unsuitable(situation) or _too_large(situation) or _misplaced(situation)
 
     def plan(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Route:
-        """See `Transport.plan`. Sends the tokens, which the first `send` hands out.
+        """See `Transport.plan`. Sends the tokens too.
 
         Raises:
             ConfigError: see `refuse_late`.
         """
-        refuse_late("deepep", self.situation, hidden)
+        refuse_late("deepep", self.situation, hidden, unsuitable)
         num_tokens = hidden.shape[0]
         hidden, top_k_index, top_k_weights = somebody(hidden, top_k_index, top_k_weights)
         per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
@@ -85,23 +88,18 @@ class DeepEPV1(Transport):
             config=self._dispatch_config,
             **self._on_comm_stream(),
         )
-        sent = Sent(handle, weights, local_ids, (tokens, event))
+        sent = Sent(handle, weights, local_ids)
         # From pinned memory, so that the host does not wait once more.
         on_device = torch.tensor(counts, pin_memory=hidden.is_cuda).to(hidden.device, non_blocking=True)
-        return Route(num_tokens, on_device, counts, sent)
+        return Route(num_tokens, on_device, counts, sent, sent.transfer(tokens, event, is_routed=True))
 
     def send(self, route: Route, hidden: Tensor, routing: tuple[Tensor, Tensor] | None) -> Transfer:
-        """See `Transport.send`. All but the first travel along the handle, without counts and without a wait."""
+        """See `Transport.send`. Along the handle, without counts and without a wait."""
         sent: Sent = route.handle
-        if routing is not None and sent.first is not None:
-            (tokens, event), sent.first = sent.first, None
-        else:
-            (hidden,) = somebody(hidden)
-            tokens, *_, event = self._buffer.dispatch(
-                hidden, handle=sent.handle, config=self._dispatch_config, **self._on_comm_stream()
-            )
-        extra = (None, None) if routing is None else (sent.weights.detach(), sent.local_ids.detach())
-        return Transfer((tokens, *extra), _waits(event))
+        tokens, *_, event = self._buffer.dispatch(
+            *somebody(hidden), handle=sent.handle, config=self._dispatch_config, **self._on_comm_stream()
+        )
+        return sent.transfer(tokens, event, is_routed=routing is not None)
 
     def received(self, route: Route, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """See `Transport.received`."""
@@ -118,7 +116,7 @@ class DeepEPV1(Transport):
             **self._on_comm_stream(),
         )
         size = route.num_tokens
-        return Transfer((hidden[:size], weights if weights is None else weights[:size]), _waits(event))
+        return Transfer((hidden[:size], weights if weights is None else weights[:size]), event.current_stream_wait)
 
     def _on_comm_stream(self) -> dict[str, Any]:
         """Start behind what this stream has been given so far, and let it go on."""
@@ -167,13 +165,9 @@ def _misplaced(situation: Situation) -> str | None:
     needs_hopper = load().Buffer.is_sm90_compiled()
     if size > _NODE and not needs_hopper:
         return f"built with DISABLE_SM90_FEATURES it reaches {_NODE} ranks: build it without, or lower ep_size."
-    if situation.device.type == "cuda" and needs_hopper and torch.cuda.get_device_capability() < (9, 0):
+    if needs_hopper and is_older_than_hopper(situation):
         return (
             "it was built for GPUs of compute capability 9.0 (Hopper) or newer: build it with "
             "DISABLE_SM90_FEATURES=1, or use all_to_all."
         )
     return None
-
-
-def _waits(event: Any) -> Callable[[], None]:
-    return event.current_stream_wait

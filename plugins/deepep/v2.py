@@ -13,18 +13,19 @@ What is not obvious:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from expertmesh_plugins.deepep.buffers import shared_buffer
-from expertmesh_plugins.deepep.engine import load, refuse_late, unavailable, unsuitable
+from expertmesh_plugins.deepep.engine import load, unavailable, unsuitable
 from expertmesh_plugins.deepep.nobody import somebody
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from expertmesh.dispatch.capacity import Capacity
+from expertmesh.dispatch.requirements import hopper, refuse_late
 from expertmesh.dispatch.transport import Route, Situation, Transfer, Transport
 
 
@@ -37,14 +38,17 @@ class Sent:
         handle: DeepEP's own.
         weights: what `Transport.send` returns as weights.
         local_ids: `[received, top_k]` int64, -1 at slots of other ranks; None where rows arrive.
-        first: the tokens of the first dispatch and their event, until they are asked for.
     """
 
     buffer: Any
     handle: Any
     weights: Tensor
     local_ids: Tensor | None
-    first: tuple[Tensor, Any] | None
+
+    def transfer(self, tokens: Tensor, event: Any, is_routed: bool) -> Transfer:
+        """Tokens or rows that travel along the handle, as `Transport.send` returns them."""
+        routing = (self.weights, self.local_ids) if is_routed else (None, None)
+        return Transfer((tokens, *(one if one is None else one.detach() for one in routing)), event.current_stream_wait)
 
 
 class ElasticTransport(Transport):
@@ -63,19 +67,19 @@ class ElasticTransport(Transport):
     @classmethod
     def refusal(cls, situation: Situation) -> str | None:
         """See `Transport.refusal`."""
-        return unavailable("ElasticBuffer") or unsuitable(situation) or _unfit(situation)
+        return unavailable("ElasticBuffer") or unsuitable(situation) or hopper(situation) or _unfit(situation)
 
     @abstractmethod
     def route(self, num_tokens: int, sent: Sent) -> Route:
         """The route of a dispatch."""
 
     def plan(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Route:
-        """See `Transport.plan`. Sends the tokens, which the first `send` hands out.
+        """See `Transport.plan`. Sends the tokens too.
 
         Raises:
             ConfigError: see `refuse_late`.
         """
-        refuse_late("deepep", self.situation, hidden)
+        refuse_late("deepep", self.situation, hidden, unsuitable)
         buffer = self._buffer(self._capacity.at_least(hidden.shape[0]), top_k_index.shape[1])
         num_tokens = hidden.shape[0]
         hidden, top_k_index, top_k_weights = somebody(hidden, top_k_index, top_k_weights)
@@ -90,25 +94,22 @@ class ElasticTransport(Transport):
             **self.counting,
             **_on_comm_stream(buffer),
         )
-        return self.route(num_tokens, Sent(buffer, handle, weights, local_ids, (tokens, event)))
+        sent = Sent(buffer, handle, weights, local_ids)
+        route = self.route(num_tokens, sent)
+        route.first = sent.transfer(tokens, event, is_routed=True)
+        return route
 
     def send(self, route: Route, hidden: Tensor, routing: tuple[Tensor, Tensor] | None) -> Transfer:
-        """See `Transport.send`. All but the first travel along the handle, without counts and without a wait."""
+        """See `Transport.send`. Along the handle, without counts and without a wait."""
         sent: Sent = route.handle
-        if routing is not None and sent.first is not None:
-            (tokens, event), sent.first = sent.first, None
-        else:
-            tokens, *_, event = sent.buffer.dispatch(
-                *somebody(hidden),
-                handle=sent.handle,
-                num_sms=sent.handle.num_sms,
-                **self.layout,
-                **_on_comm_stream(sent.buffer),
-            )
-        if routing is None:
-            return Transfer((tokens, None, None), _waits(event))
-        local_ids = None if sent.local_ids is None else sent.local_ids.detach()
-        return Transfer((tokens, sent.weights.detach(), local_ids), _waits(event))
+        tokens, *_, event = sent.buffer.dispatch(
+            *somebody(hidden),
+            handle=sent.handle,
+            num_sms=sent.handle.num_sms,
+            **self.layout,
+            **_on_comm_stream(sent.buffer),
+        )
+        return sent.transfer(tokens, event, is_routed=routing is not None)
 
     def send_back(self, route: Route, rows: Tensor, weights: Tensor | None) -> Transfer:
         """See `Transport.send_back`."""
@@ -117,7 +118,7 @@ class ElasticTransport(Transport):
             rows, sent.handle, topk_weights=weights, num_sms=sent.handle.num_sms, **_on_comm_stream(sent.buffer)
         )
         size = route.num_tokens
-        return Transfer((hidden[:size], weights if weights is None else weights[:size]), _waits(event))
+        return Transfer((hidden[:size], weights if weights is None else weights[:size]), event.current_stream_wait)
 
     def _buffer(self, capacity: int, top_k: int) -> Any:
         hidden = self.situation.hidden
@@ -169,8 +170,6 @@ def _unfit(situation: Situation) -> str | None:
             f"ranks of a node and experts of a rank may be 128 together, and these are "
             f"{joined + situation.num_local_experts}: raise ep_size."
         )
-    if situation.device.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
-        return "it needs a GPU of compute capability 9.0 (Hopper) or newer: use all_to_all."
     if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
         return "it refuses to fill memory: set torch.utils.deterministic.fill_uninitialized_memory to False."
     return None
@@ -179,7 +178,3 @@ def _unfit(situation: Situation) -> str | None:
 def _on_comm_stream(buffer: Any) -> dict[str, Any]:
     """Start behind what this stream has been given so far, and let it go on."""
     return dict(previous_event=buffer.capture(), async_with_compute_stream=True, allocate_on_comm_stream=True)
-
-
-def _waits(event: Any) -> Callable[[], None]:
-    return event.current_stream_wait

@@ -14,13 +14,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from expertmesh_plugins.deepep.engine import ROWS_MULTIPLE
 from expertmesh_plugins.deepep.v2 import ElasticTransport, Sent
 from torch import Tensor
 
 from expertmesh.dispatch.transport import Route
-
-# What grouped GEMMs in any precision down to FP8 can do with.
-_ROWS_MULTIPLE = 16
 
 
 class DeepEPV2Expanded(ElasticTransport):
@@ -28,12 +26,12 @@ class DeepEPV2Expanded(ElasticTransport):
 
     brings_rows = True
     layout: ClassVar[Mapping[str, Any]] = {"do_expand": True, "do_zero_padding": True}
-    counting: ClassVar[Mapping[str, Any]] = {"do_cpu_sync": False, "expert_alignment": _ROWS_MULTIPLE}
+    counting: ClassVar[Mapping[str, Any]] = {"do_cpu_sync": False, "expert_alignment": ROWS_MULTIPLE}
 
     def route(self, num_tokens: int, sent: Sent) -> Route:
         """See `ElasticTransport.route`."""
         real = sent.handle.num_unaligned_recv_tokens_per_expert.long()
-        padded = (real + _ROWS_MULTIPLE - 1) // _ROWS_MULTIPLE * _ROWS_MULTIPLE
+        padded = (real + ROWS_MULTIPLE - 1) // ROWS_MULTIPLE * ROWS_MULTIPLE
         return Route(num_tokens, padded, None, sent)
 
     def received(self, route: Route, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, None]:

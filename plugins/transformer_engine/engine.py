@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-import torch
 from packaging.version import Version
 
+from expertmesh.dispatch.requirements import device_and_dtype, hopper
 from expertmesh.dispatch.transport import Situation
 
 # The first that sizes what is received by what arrives, and takes ranks that get nothing.
@@ -17,7 +17,6 @@ _INSTALL = (
     f'`pip install --no-build-isolation "transformer_engine[pytorch]>={_OLDEST}"`.'
 )
 _NCCL = 'install PyTorch 2.14 or newer, or `pip install "nvidia-nccl-cu13>=2.30.4" --no-deps`.'
-_OLDEST_DEVICE = (9, 0)
 
 
 def load() -> ModuleType:
@@ -56,16 +55,9 @@ def unavailable() -> str | None:
 
 def unsuitable(situation: Situation) -> str | None:
     """Why it does not serve a situation, whatever else the process does; None if it may."""
-    module = load()
-    # The real package says neither: it is CUDA and bfloat16.
-    devices = getattr(module, "DEVICE_TYPES", ("cuda",))
-    dtypes = getattr(module, "DTYPES", (torch.bfloat16,))
-    if situation.device.type not in devices:
-        return f"it needs {' or '.join(devices)}, and tokens are on {situation.device.type}: use all_to_all there."
-    if situation.device.type == "cuda" and torch.cuda.get_device_capability() < _OLDEST_DEVICE:
-        return f"it needs a GPU of Hopper's generation or newer, not {torch.cuda.get_device_name()}: use all_to_all."
-    if situation.dtype is not None and situation.dtype not in dtypes:
-        return f"it sends bfloat16 only, and tokens are {situation.dtype}: set mixed_precision to bf16."
+    reason = device_and_dtype(load(), situation) or hopper(situation)
+    if reason is not None:
+        return reason
     if situation.ep_size < 2:
         return f"it needs two ranks or more, and ep_size is {situation.ep_size}: raise ep_size."
     if situation.hidden % 8:

@@ -13,7 +13,7 @@ What is not obvious:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from expertmesh_plugins.transformer_engine.engine import unavailable, unsuitable
@@ -21,8 +21,8 @@ from expertmesh_plugins.transformer_engine.session import ALIGNMENT, Lease, clai
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from expertmesh.dispatch.requirements import refuse_late
 from expertmesh.dispatch.transport import Route, Situation, Transfer, Transport
-from expertmesh.errors import ConfigError
 
 
 @dataclass
@@ -34,14 +34,16 @@ class Sent:
         num_rows: rows of this rank.
         top_k: experts of a token.
         weights: `[rows]` float32.
-        first: the rows of the first dispatch, until they are asked for.
     """
 
     lease: Lease
     num_rows: int
     top_k: int
     weights: Tensor
-    first: Tensor | None
+
+    def transfer(self, rows: Tensor, is_routed: bool) -> Transfer:
+        """Rows that travel along the routing, as `Transport.send` returns them."""
+        return Transfer((rows, self.weights.detach() if is_routed else None, None))
 
 
 class TransformerEngineEP(Transport):
@@ -60,14 +62,12 @@ class TransformerEngineEP(Transport):
         return unavailable() or unsuitable(situation) or claimed(situation)
 
     def plan(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Route:
-        """See `Transport.plan`. Sends the tokens, which the first `send` hands out.
+        """See `Transport.plan`. Sends the tokens too.
 
         Raises:
-            ConfigError: tokens are not in bfloat16, which only now can be seen; and see `Session.lease`.
+            ConfigError: see `refuse_late` and `Session.lease`.
         """
-        reason = None if self.situation.dtype else unsuitable(replace(self.situation, dtype=hidden.dtype))
-        if reason is not None:
-            raise ConfigError(f"ep_dispatcher te_ep cannot be used here: {reason}")
+        refuse_late("te_ep", self.situation, hidden, unsuitable)
         num_tokens, top_k = top_k_index.shape
         lease = self._session.lease(hidden, top_k)
         buffer = lease.buffer
@@ -78,18 +78,16 @@ class TransformerEngineEP(Transport):
         rows = hidden.new_empty(sum(rows_per_expert), hidden.shape[1])
         weights = top_k_weights.new_empty(rows.shape[0])
         self._ops.dispatch(buffer.handle_mem, top_k_index, hidden, top_k_weights, rows, weights)
-        sent = Sent(lease, rows.shape[0], top_k, weights, rows)
-        return Route(num_tokens, buffer.tokens_per_expert, rows_per_expert, sent)
+        sent = Sent(lease, rows.shape[0], top_k, weights)
+        first = sent.transfer(rows, is_routed=True)
+        return Route(num_tokens, buffer.tokens_per_expert, rows_per_expert, sent, first)
 
     def send(self, route: Route, hidden: Tensor, routing: tuple[Tensor, Tensor] | None) -> Transfer:
-        """See `Transport.send`. All but the first travel along the routing in the buffer, without a wait."""
+        """See `Transport.send`. Along the routing in the buffer, without a wait."""
         sent: Sent = route.handle
-        if routing is not None and sent.first is not None:
-            rows, sent.first = sent.first, None
-        else:
-            rows = hidden.new_empty(sent.num_rows, hidden.shape[1])
-            self._ops.combine_bwd(self._routing(sent), hidden, rows)
-        return Transfer((rows, None if routing is None else sent.weights.detach(), None))
+        rows = hidden.new_empty(sent.num_rows, hidden.shape[1])
+        self._ops.combine_bwd(self._routing(sent), hidden, rows)
+        return sent.transfer(rows, is_routed=routing is not None)
 
     def send_back(self, route: Route, rows: Tensor, weights: Tensor | None) -> Transfer:
         """See `Transport.send_back`."""

@@ -6,37 +6,25 @@ They are what went wrong in real adapters of these engines, or nearly did.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
+from engine_checks import (
+    Fault,
+    a_buffer_a_layer,
+    counts,
+    own_capacity,
+    planned_again,
+    replaced,
+    the_first_route,
+    without_router_gradient,
+)
+from engine_events import a_rank_without_tokens, keeps_calls_apart, shares
 from expertmesh_plugins.deepep import v1, v2, v2_expanded
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A fault.
-
-    Attributes:
-        seed: breaks the adapter while its block runs.
-        scenario: in which it shows.
-        repeat: how often tokens are sent along one route.
-        noticed_by: the check of `engines.py` that has to notice; by default that of the numbers of one call.
-    """
-
-    seed: Callable[[], AbstractContextManager]
-    scenario: str = "uneven"
-    repeat: int = 1
-    noticed_by: str | None = None
-
-
-def replaced(owner: object, name: str, make: Callable[[Callable], Callable], **where) -> Fault:
-    """A method that is replaced by what `make` makes of it."""
-    return Fault(lambda: patch.object(owner, name, make(getattr(owner, name))), **where)
-
-
-def _changed_call(method: str, change: Callable[[dict], None], buffer: str = "Buffer", **where) -> Fault:
+def _changed_call(method: str, change: Callable[[dict], None], buffer: str = "Buffer") -> Fault:
     """DeepEP is called with other arguments than the adapter means to."""
 
     @contextmanager
@@ -53,25 +41,16 @@ def _changed_call(method: str, change: Callable[[dict], None], buffer: str = "Bu
         with patch.object(kind, method, call):
             yield
 
-    return Fault(seed, **where)
+    return Fault(seed)
 
 
-def _transfer_without(wait_or_position):
-    def make(original):
-        def send(self, *args):
-            transfer = original(self, *args)
-            if wait_or_position == "wait":
-                transfer.wait = lambda: None
-            else:
-                tensors = list(transfer.tensors)
-                if tensors[wait_or_position] is not None:
-                    tensors[wait_or_position] = torch.zeros_like(tensors[wait_or_position])
-                transfer.tensors = tuple(tensors)
-            return transfer
+def _unwaited(original):
+    def transfer_of(self, *args, **kwargs):
+        transfer = original(self, *args, **kwargs)
+        transfer.wait = lambda: None
+        return transfer
 
-        return send
-
-    return make
+    return transfer_of
 
 
 def _set(key, value):
@@ -112,50 +91,19 @@ def _unmasked_gradient(original):
     return send_back
 
 
-def _plan_again(original):
-    def send(self, route, hidden, routing):
-        if routing is not None and route.handle.first is None:
-            route.handle = self.plan(hidden, *routing).handle
-        return original(self, route, hidden, routing)
-
-    return send
-
-
-def _buffer_a_layer(original):
-    count = iter(range(1000))
-    return lambda kind, mesh, build: original((kind, next(count)), mesh, build)
-
-
-def _the_first_call_s_route(original):
-    """What backward needs is kept for each layer rather than for each call."""
-    kept = {}
-
-    def send_back(self, route, rows, weights):
-        own = route.handle
-        route.handle = kept.setdefault(id(self), own)
-        try:
-            return original(self, route, rows, weights)
-        finally:
-            route.handle = own
-
-    return send_back
-
-
 def _over_several_calls(module, kind):
     return {
-        "recomputation plans again": replaced(kind, "send", _plan_again, noticed_by="counts"),
-        "a buffer for each layer": replaced(module, "shared_buffer", _buffer_a_layer, noticed_by="shares"),
-        "the route of another call": replaced(
-            kind, "send_back", _the_first_call_s_route, noticed_by="keeps_calls_apart"
-        ),
+        "recomputation plans again": replaced(kind, "send", planned_again, noticed_by=counts),
+        "a buffer for each layer": replaced(module, "shared_buffer", a_buffer_a_layer, noticed_by=shares),
+        "the route of another call": replaced(kind, "send_back", the_first_route, noticed_by=keeps_calls_apart),
     }
 
 
 V1 = {
     **_over_several_calls(v1, v1.DeepEPV1),
-    "sent tokens are not waited for": replaced(v1.DeepEPV1, "send", _transfer_without("wait")),
-    "returned results are not waited for": replaced(v1.DeepEPV1, "send_back", _transfer_without("wait")),
-    "the router's gradient is dropped": replaced(v1.DeepEPV1, "send_back", _transfer_without(1)),
+    "sent tokens are not waited for": replaced(v1.Sent, "transfer", _unwaited),
+    "returned results are not waited for": replaced(v1.DeepEPV1, "send_back", _unwaited),
+    "the router's gradient is dropped": replaced(v1.DeepEPV1, "send_back", without_router_gradient),
     "weights are applied twice": replaced(v1.DeepEPV1, "received", _weighted_twice),
     "ids are off by one": replaced(v1.DeepEPV1, "received", _global_ids),
     "gradients at other ranks' slots are not zero": replaced(v1.DeepEPV1, "send_back", _unmasked_gradient),
@@ -167,7 +115,7 @@ V1 = {
         "combine", lambda kwargs: kwargs.update(previous_event=None)
     ),
     "nobody stands in for no tokens": Fault(
-        lambda: patch.object(v1, "somebody", lambda *tensors: tensors), scenario="a rank without tokens"
+        lambda: patch.object(v1, "somebody", lambda *tensors: tensors), noticed_by=a_rank_without_tokens
     ),
 }
 
@@ -204,32 +152,26 @@ def _unpadded_counts(original):
     return route
 
 
-def _capacity_of_a_batch(original):
-    return lambda self, num_tokens: max(num_tokens, 1)
-
-
-def _v2(method, change, **where):
-    return _changed_call(method, change, buffer="ElasticBuffer", **where)
+def _v2(method, change):
+    return _changed_call(method, change, buffer="ElasticBuffer")
 
 
 def _elastic(kind):
     return {
         **_over_several_calls(v2, kind),
-        "sent tokens are not waited for": replaced(kind, "send", _transfer_without("wait")),
-        "returned results are not waited for": replaced(kind, "send_back", _transfer_without("wait")),
-        "the router's gradient is dropped": replaced(kind, "send_back", _transfer_without(1)),
+        "sent tokens are not waited for": replaced(v2.Sent, "transfer", _unwaited),
+        "returned results are not waited for": replaced(kind, "send_back", _unwaited),
+        "the router's gradient is dropped": replaced(kind, "send_back", without_router_gradient),
         "the weights are another token's": replaced(kind, "plan", _another_tokens_weights),
         "SMs are left to the engine along a handle": _v2("dispatch", _along_the_handle(_forget("num_sms"))),
         "weights in bfloat16": _v2("dispatch", _set("topk_weights", torch.Tensor.bfloat16)),
         "ids in int32": _v2("dispatch", _set("topk_idx", torch.Tensor.int)),
         "an event of V1": _v2("combine", _set("previous_event", lambda event: object())),
         "allocated on the compute stream behind an event": _v2("dispatch", _forget("allocate_on_comm_stream")),
-        "the capacity is this batch's": Fault(
-            lambda: patch.object(v2.Capacity, "at_least", _capacity_of_a_batch(None))
-        ),
+        "the capacity is this batch's": replaced(v2.Capacity, "at_least", own_capacity),
         "the handle's ids are changed": replaced(kind, "received", _spoiling_the_handle),
         "nobody stands in for no tokens": Fault(
-            lambda: patch.object(v2, "somebody", lambda *tensors: tensors), scenario="a rank without tokens"
+            lambda: patch.object(v2, "somebody", lambda *tensors: tensors), noticed_by=a_rank_without_tokens
         ),
     }
 

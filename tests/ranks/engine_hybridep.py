@@ -10,7 +10,18 @@ import engine_rows as rows
 import torch
 import torch.distributed as dist
 from emulation import hybrid_ep as emulation
-from engine_rows import Engine, Fault, put_to_the_test, replaced
+from engine_checks import (
+    Engine,
+    Fault,
+    a_buffer_a_layer,
+    counts,
+    own_capacity,
+    planned_again,
+    put_to_the_test,
+    replaced,
+    the_first_route,
+    without_router_gradient,
+)
 from expertmesh_plugins.deepep import buffers, hybrid
 from expertmesh_plugins.deepep.hybrid import HybridEP
 
@@ -86,11 +97,6 @@ def slots_for_experts(original: Callable) -> Callable:
     return gather
 
 
-def a_buffer_a_layer(original: Callable) -> Callable:
-    layer = iter(range(1000))
-    return lambda kind, mesh, build: original((*kind, next(layer)), mesh, build)
-
-
 FAULTS = {
     "the number of rows is not told along the route": called_with(
         along_the_route(lambda kwargs: kwargs.pop("num_permuted_tokens"))
@@ -98,7 +104,7 @@ FAULTS = {
     "padding is not told along the route": called_with(along_the_route(lambda kwargs: kwargs.pop("pad_multiple"))),
     "another padding along the route": called_with(along_the_route(lambda kwargs: kwargs.update(pad_multiple=8))),
     "gradients are laid out anew": laid_out_anew(),
-    "recomputation plans again": replaced(HybridEP, "send", rows.planned_again, noticed_by=rows.counts),
+    "recomputation plans again": replaced(HybridEP, "send", planned_again, noticed_by=counts),
     "weights in bfloat16": called_with(at_first(lambda kwargs: kwargs.update(probs=kwargs["probs"].bfloat16()))),
     "gradients of weights in bfloat16": called_with(
         lambda kwargs: kwargs.update(probs=None if kwargs["probs"] is None else kwargs["probs"].bfloat16()),
@@ -119,11 +125,11 @@ FAULTS = {
     ),
     "added tokens pick an expert": called_with(at_first(added_tokens_pick_an_expert)),
     "tokens are not filled up": replaced(hybrid, "_filled_up", lambda original: lambda tokens, capacity: tokens),
-    "every rank has a capacity of its own": replaced(Capacity, "at_least", rows.own_capacity),
-    "the router's gradient is dropped": replaced(HybridEP, "send_back", rows.without_router_gradient),
+    "every rank has a capacity of its own": replaced(Capacity, "at_least", own_capacity),
+    "the router's gradient is dropped": replaced(HybridEP, "send_back", without_router_gradient),
     "the router's gradient is not picked out": replaced(torch.Tensor, "gather", slots_for_experts),
     "weights are applied again": replaced(HybridEP, "send_back", rows.weighted_again),
-    "another call's handle": replaced(HybridEP, "send_back", rows.the_first_route, noticed_by=rows.interleaves),
+    "another call's handle": replaced(HybridEP, "send_back", the_first_route, noticed_by=rows.interleaves),
     "a buffer for each layer": replaced(hybrid, "shared_buffer", a_buffer_a_layer, noticed_by=rows.shares),
     "buffers are not destroyed": replaced(
         buffers, "destroy_buffers", lambda original: lambda: None, noticed_by=destroys
@@ -131,8 +137,5 @@ FAULTS = {
 }
 
 if __name__ == "__main__":
-    put_to_the_test(
-        Engine("hybrid_ep", HybridEP, "dispatch", "cached dispatch", buffers.destroy_buffers),
-        (destroys, agrees_without_the_device),
-        FAULTS,
-    )
+    engine = rows.RowsEngine("hybrid_ep", HybridEP, forget=buffers.destroy_buffers)
+    put_to_the_test(engine, (*rows.CALLED, destroys, agrees_without_the_device), FAULTS)

@@ -6,21 +6,33 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
+from unittest.mock import patch
 
 import engine_rows as rows
 import pytest
 import torch
 import torch.distributed as dist
 from emulation import te_ep as emulation
-from engine_reference import SCENARIOS, Scenario, situation
-from engine_rows import HIDDEN, Engine, Fault, put_to_the_test, replaced
+from engine_checks import (
+    UNEVEN,
+    Engine,
+    Fault,
+    counts,
+    own_capacity,
+    planned_again,
+    put_to_the_test,
+    replaced,
+    the_first_route,
+    without_router_gradient,
+)
+from engine_reference import Scenario, check, inputs, situation
+from engine_rows import HIDDEN
 from expertmesh_plugins.transformer_engine import TransformerEngineEP, finalize, session
 from torch.distributed.device_mesh import init_device_mesh
 
 from expertmesh.dispatch.capacity import Capacity
 from expertmesh.errors import ConfigError
 
-UNEVEN = SCENARIOS["uneven"]
 _NUMBERS = count()
 LONGER = replace(UNEVEN, tokens=(70, 5, 100, 3))
 
@@ -56,13 +68,13 @@ def pools(engine: Engine) -> None:
 def grows(engine: Engine) -> None:
     """More tokens than ever before: between steps the group is created anew, within one that is refused."""
     transport = engine.build()
-    rows.check(transport, UNEVEN, HIDDEN)
-    rows.check(transport, LONGER, HIDDEN)
-    rows.check(transport, UNEVEN, HIDDEN)
+    check(transport, UNEVEN, HIDDEN)
+    check(transport, LONGER, HIDDEN)
+    check(transport, UNEVEN, HIDDEN)
     assert len(emulation.BUILT) >= 2 and emulation.BUILT[-1][1] == 128
-    _, *routing = batch = rows.inputs(LONGER, dist.get_rank(), HIDDEN)
+    _, *routing = batch = inputs(LONGER, dist.get_rank(), HIDDEN)
     route = transport.plan(*batch)
-    transport.plan(*rows.inputs(replace(UNEVEN, tokens=(200,)), dist.get_rank(), HIDDEN))
+    transport.plan(*inputs(replace(UNEVEN, tokens=(200,)), dist.get_rank(), HIDDEN))
     rows.arrived(transport, route, batch[0], tuple(routing))
     with pytest.raises(ConfigError, match=r"between a forward and its backward, .* set ep_dispatcher to another"):
         transport.send(route, batch[0], None)
@@ -76,9 +88,9 @@ def serves_one_purpose(engine: Engine) -> None:
     assert f"serves {4 * size} experts on {size} ranks" in engine.kind.refusal(other)
     with pytest.raises(ConfigError, match=f"te_ep cannot be used here: .* serves {4 * size} experts .* use all_to_all"):
         engine.kind(transport.ep_mesh, other)
-    rows.check(transport, UNEVEN, HIDDEN)
+    check(transport, UNEVEN, HIDDEN)
     with pytest.raises(ConfigError, match="one top-k a process, and has 3; now 2 experts a token"):
-        rows.check(transport, replace(UNEVEN, top_k=2), HIDDEN)
+        check(transport, replace(UNEVEN, top_k=2), HIDDEN)
     finalize()
     mesh = init_device_mesh("cpu", (size,))
     emulation.ep_bootstrap(mesh.get_group(), 4, 64, HIDDEN, 2)
@@ -114,18 +126,23 @@ def at(position: int, change: Callable) -> Callable:
     return lambda *arguments: [change(each) if i == position else each for i, each in enumerate(arguments)]
 
 
-def prepared_again(original: Callable) -> Callable:
+def laid_out_anew() -> Fault:
     """The gradients of results find out anew who gets what."""
+    plan, send = TransformerEngineEP.plan, TransformerEngineEP.send
 
-    def send(self, route, hidden, routing):
-        if routing is not None:
-            route.routing = routing
-        elif route.handle.first is None:
-            route.handle = self.plan(hidden, *route.routing).handle
-            return original(self, route, hidden, None)
-        return original(self, route, hidden, routing)
+    def plan_and_note(self, hidden, *routing):
+        route = plan(self, hidden, *routing)
+        route.routing = routing
+        return route
 
-    return send
+    def send_anew(self, route, hidden, routing):
+        if routing is None:
+            route.handle = plan(self, hidden, *route.routing).handle
+        return send(self, route, hidden, routing)
+
+    return Fault(
+        lambda: patch.multiple(TransformerEngineEP, plan=plan_and_note, send=send_anew), noticed_by=rows.interleaves
+    )
 
 
 def one_buffer_for_all(original: Callable) -> Callable:
@@ -152,16 +169,14 @@ FAULTS = {
     "rows for the worst case": called_with(
         "combine_bwd", at(2, lambda rows: torch.empty(4 * len(rows), rows.shape[1], dtype=rows.dtype))
     ),
-    "recomputation plans again": replaced(TransformerEngineEP, "send", rows.planned_again, noticed_by=rows.counts),
-    "gradients are laid out anew": replaced(TransformerEngineEP, "send", prepared_again, noticed_by=rows.interleaves),
-    "the router's gradient is dropped": replaced(TransformerEngineEP, "send_back", rows.without_router_gradient),
+    "recomputation plans again": replaced(TransformerEngineEP, "send", planned_again, noticed_by=counts),
+    "gradients are laid out anew": laid_out_anew(),
+    "the router's gradient is dropped": replaced(TransformerEngineEP, "send_back", without_router_gradient),
     "weights are applied again": replaced(TransformerEngineEP, "send_back", rows.weighted_again),
-    "another call's routing": replaced(
-        TransformerEngineEP, "send_back", rows.the_first_route, noticed_by=rows.interleaves
-    ),
+    "another call's routing": replaced(TransformerEngineEP, "send_back", the_first_route, noticed_by=rows.interleaves),
     "one buffer for all calls": replaced(session.Session, "lease", one_buffer_for_all, noticed_by=rows.interleaves),
     "buffers are never returned": replaced(session.Session, "_take_back", never_returned, noticed_by=pools),
-    "every rank has a capacity of its own": replaced(Capacity, "at_least", rows.own_capacity),
+    "every rank has a capacity of its own": replaced(Capacity, "at_least", own_capacity),
     "a buffer from before the group was created anew": replaced(
         session.Session, "check", lambda original: lambda self, lease: None, noticed_by=grows
     ),
@@ -171,5 +186,5 @@ FAULTS = {
 }
 
 if __name__ == "__main__":
-    engine = Engine("te", TransformerEngineEP, "dispatch", "combine_bwd", forget)
-    put_to_the_test(engine, (destroys, pools, grows, serves_one_purpose), FAULTS)
+    engine = rows.RowsEngine("te", TransformerEngineEP, replay="combine_bwd", forget=forget)
+    put_to_the_test(engine, (*rows.CALLED, destroys, pools, grows, serves_one_purpose), FAULTS)

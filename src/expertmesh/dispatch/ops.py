@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from expertmesh.dispatch.transport import Route, Transfer, Transport, TransportHandle
+from expertmesh.dispatch.transport import Route, Transport, TransportHandle
 
 # The half of a derivative that is under way: see the module's docstring.
 _SENT_BACK, _SENT = "gradients of tokens", "gradients of results"
@@ -45,7 +45,7 @@ def send(
     hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, route: Route, transport: TransportHandle
 ) -> list[Tensor]:
     """Start `Transport.send`; what it returns is not there before `arrive`."""
-    transfer = transport.transport.send(route, hidden, (top_k_index, top_k_weights))
+    transfer = route.take_first() or transport.transport.send(route, hidden, (top_k_index, top_k_weights))
     route.in_flight["tokens"] = transfer
     return [tensor for tensor in transfer.tensors if tensor is not None]
 
@@ -63,7 +63,8 @@ def _send_setup(ctx: FunctionCtx, inputs: tuple, output: list[Tensor]) -> None:
 
 
 def _send_backward(ctx: FunctionCtx, _: list[Tensor]) -> tuple[Tensor | None, ...]:
-    grad_hidden, grad_weights = _end_of(ctx.route, _SENT_BACK, ctx.transport.transport)
+    tensors = _end_of(ctx.route, _SENT_BACK)
+    grad_hidden, grad_weights = ctx.transport.transport.returned(ctx.route, tensors)
     return grad_hidden, None, grad_weights, None, None
 
 
@@ -88,9 +89,7 @@ def _send_back_setup(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
 
 
 def _send_back_backward(ctx: FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:
-    transfer = ctx.route.in_flight.pop(_SENT)
-    transfer.wait()
-    return transfer.tensors[0], None, None
+    return _end_of(ctx.route, _SENT)[0], None, None
 
 
 send_back.register_autograd(_send_back_backward, setup_context=_send_back_setup)
@@ -149,15 +148,14 @@ def come_back(transport: Transport, route: Route, sent_back: Tensor) -> Tensor:
 
 def _wait_for(route: Route, what: str) -> None:
     # Nothing is under way where a recomputation got the tensors of the forward, which have long been there.
-    transfer = route.in_flight.pop(what, None)
-    if transfer is not None:
-        transfer.wait()
+    if what in route.in_flight:
+        _end_of(route, what)
 
 
-def _end_of(route: Route, what: str, transport: Transport) -> tuple[Tensor, Tensor | None]:
-    transfer: Transfer = route.in_flight.pop(what)
+def _end_of(route: Route, what: str) -> tuple[Tensor | None, ...]:
+    transfer = route.in_flight.pop(what)
     transfer.wait()
-    return transport.returned(route, transfer.tensors)
+    return transfer.tensors
 
 
 def _nothing(like: Tensor, shape: torch.Size) -> Tensor:

@@ -94,15 +94,29 @@ class Route(OpaqueBase):
         counts: `[num_local_experts]` int64 on the device, rows of each local expert, with their padding.
         rows_per_expert: the same on the host, or None where nobody read them back.
         handle: whatever the engine needs.
+        first: what `Transport.send` with routing would return, where `plan` sent the tokens too.
     """
 
-    def __init__(self, num_tokens: int, counts: Tensor, rows_per_expert: list[int] | None, handle: Any) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        counts: Tensor,
+        rows_per_expert: list[int] | None,
+        handle: Any,
+        first: Transfer | None = None,
+    ) -> None:
         self.num_tokens = num_tokens
         self.counts = counts
         self.rows_per_expert = rows_per_expert
         self.handle = handle
+        self.first = first
         # Transfers that were started and not yet waited for, by what they carry.
         self.in_flight: dict[str, Transfer] = {}
+
+    def take_first(self) -> Transfer | None:
+        """What `plan` sent, once."""
+        first, self.first = self.first, None
+        return first
 
 
 class Transport(ABC):
@@ -137,7 +151,7 @@ class Transport(ABC):
     def plan(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Route:
         """Find out, together, who sends what where. Called once for each call of a layer; never in its recomputation.
 
-        An engine that finds out by sending may keep what was sent for the first `send`.
+        An engine that finds out by sending gives what it sent to the route; then `send` is not called in the forward.
 
         Args:
             hidden: `[tokens, hidden]`, contiguous.
