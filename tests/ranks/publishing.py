@@ -229,6 +229,7 @@ def ranks(folder):
     assert gather(rank, background) == list(range(size))
 
     (folder / "checkpoint-1" / "only-1.bin").write_text("2") if rank == 0 else None
+    dist.barrier()
     messages["flipped"] = message(verify_files, folder / "checkpoint-1")
     dist.barrier()
     (folder / "checkpoint-1" / "config.json").write_text("") if rank == 0 else None
