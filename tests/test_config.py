@@ -7,7 +7,7 @@ from ranks.models import FAMILIES, build
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from expertmesh.config import KNOWN_KEYS, YAML_PREFIX, ExpertParallelConfig, refuse_unknown_keys
+from expertmesh.config import EXPERT_KEYS, KNOWN_KEYS, YAML_PREFIX, ExpertParallelConfig, refuse_unknown_keys
 from expertmesh.dispatch import check_dispatcher
 from expertmesh.errors import ConfigError, ModelError
 from expertmesh.experts import ExpertsSpec, check_divisible, find_experts
@@ -39,7 +39,7 @@ def test_dp_shard_takes_the_ranks_that_are_left(sizes, world_size, dp_shard, efs
         (dict(ep_size=2.5), 8, "ep_size must be an integer"),
         (dict(tp_size=2), 8, "set tp_size to 1"),
         (dict(cp_size=2), 8, "set cp_size to 1"),
-        (dict(ep_layers="fast"), 8, "choose among hf"),
+        (dict(ep_loss="none"), 8, "choose among auto, hf, chunked, liger"),
         (dict(ep_checkpoint_format="zip"), 8, "choose among hf, dcp"),
         (dict(ep_async_save="yes"), 8, "ep_async_save must be true or false"),
         (dict(ep_balance_aux_loss="both"), 8, "choose among global, local"),
@@ -138,3 +138,13 @@ def test_a_module_that_breaks_its_own_promise_is_refused():
     experts.down_proj_bias = nn.Parameter(experts.down_proj_bias[:3])
     with pytest.raises(ModelError, match=r"down_proj_bias is of shape \(3, 32\)"):
         ExpertsSpec.of(experts)
+
+
+def test_every_key_is_known_wherever_it_can_be_set():
+    from expertmesh_plugins.accelerate import ExpertMeshConfig
+
+    ours = {name for name in ExpertParallelConfig.__dataclass_fields__ if name.startswith("ep_")}
+    assert (
+        ours == EXPERT_KEYS.keys() == {name for name in ExpertMeshConfig.__dataclass_fields__ if name.startswith("ep_")}
+    )
+    assert all(EXPERT_KEYS.values())

@@ -155,15 +155,28 @@ def test_a_crash_stays_a_crash(monkeypatch):
 
 
 def test_yaml_is_exported(launcher, write_yaml):
-    choices = {"ep_size": 2, "ep_dispatcher": "all_to_all", "ep_compute": "expert_loop", "ep_layers": "hf"}
+    choices = {
+        "ep_size": 2,
+        "ep_dispatcher": "all_to_all",
+        "ep_compute": "grouped_mm",
+        "ep_chunks": 3,
+        "ep_overlap": False,
+    }
     config = write_yaml({f"parallelism_config_{name}": value for name, value in choices.items()})
     kind, environment = launcher.workers("--config", config, "train.py")
     assert kind == "distributed"
     assert ours(environment) == {
         "PARALLELISM_CONFIG_EP_SIZE": "2",
         "PARALLELISM_CONFIG_EP_DISPATCHER": "all_to_all",
-        "PARALLELISM_CONFIG_EP_COMPUTE": "expert_loop",
+        "PARALLELISM_CONFIG_EP_COMPUTE": "grouped_mm",
+        "PARALLELISM_CONFIG_EP_CHUNKS": "3",
+        "PARALLELISM_CONFIG_EP_OVERLAP": "False",
+        "PARALLELISM_CONFIG_EP_ACTIVATION_CHECKPOINTING": "none",
         "PARALLELISM_CONFIG_EP_LAYERS": "hf",
+        "PARALLELISM_CONFIG_EP_LAYERS_ONLY": "",
+        "PARALLELISM_CONFIG_EP_LAYERS_KEEP": "",
+        "PARALLELISM_CONFIG_EP_FP8_RECIPE": "auto",
+        "PARALLELISM_CONFIG_EP_LOSS": "auto",
         "PARALLELISM_CONFIG_EP_CHECKPOINT_FORMAT": "hf",
         "PARALLELISM_CONFIG_EP_ASYNC_SAVE": "False",
         "PARALLELISM_CONFIG_EP_BALANCE_AUX_LOSS": "global",

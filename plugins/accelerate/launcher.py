@@ -24,22 +24,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from expertmesh.config import ENV_PREFIX, YAML_PREFIX, ExpertParallelConfig, refuse_unknown_keys
+from expertmesh.config import ENV_PREFIX, EXPERT_KEYS, YAML_PREFIX, ExpertParallelConfig, refuse_unknown_keys
 from expertmesh.errors import CONFIG_EXIT_CODE, ConfigError
 
 FSDP_PREFIX = "fsdp_"
-
-EXPERT_OPTIONS = {
-    "ep_size": "The number of processes that share the experts of one layer. Divides dp_shard_size * cp_size.",
-    "ep_dispatcher": "How tokens travel between these processes.",
-    "ep_compute": "How the experts are computed.",
-    "ep_layers": "Which implementation the layers around the experts use.",
-    "ep_checkpoint_format": "What a checkpoint is: hf (a Hugging Face model) or dcp (as Accelerate's FSDP2 writes it).",
-    "ep_async_save": "true: write checkpoints in the background.",
-    "ep_balance_aux_loss": "Whose tokens a model's load-balancing loss is over: global (all ranks') or local.",
-    "ep_balance_bias_rate": "What routers' correction biases move by after an optimizer step; 0: not at all.",
-    "ep_z_loss": "Coefficient of the routers' z-loss; 0: none.",
-}
 
 # What EP needs from FSDP, and what stock FSDP2 for Transformers needs where nobody said anything else.
 FSDP_DEFAULTS = {
@@ -88,7 +76,7 @@ def prepare_launch(args: Namespace) -> None:
 
 def worker_environment(config: ExpertParallelConfig, *, on_cpu: bool) -> dict[str, str]:
     """The variables that Accelerate's launcher does not know how to set."""
-    environment = {ENV_PREFIX + name.upper(): str(getattr(config, name)) for name in EXPERT_OPTIONS}
+    environment = {ENV_PREFIX + name.upper(): str(getattr(config, name)) for name in EXPERT_KEYS}
     # With FSDP in its YAML, Accelerate starts the workers also where there is no accelerator, but does not tell them.
     return environment | {"ACCELERATE_USE_CPU": "true"} if on_cpu else environment
 
@@ -96,9 +84,9 @@ def worker_environment(config: ExpertParallelConfig, *, on_cpu: bool) -> dict[st
 def _add_our_options(parser: ArgumentParser) -> None:
     parser.add_argument("--config", dest="config_file", help="Alias of --config_file.")
     group = parser.add_argument_group("Expert parallelism (expertmesh)", "How a mixture of experts is spread.")
-    for name, text in EXPERT_OPTIONS.items():
+    for name, text in EXPERT_KEYS.items():
         # `ep_size` stays text too, so that a wrong one is refused the same way as in a YAML.
-        group.add_argument(f"--{YAML_PREFIX}{name}", help=text)
+        group.add_argument(f"--{YAML_PREFIX}{name}", help=text.replace("%", "%%"))
 
 
 def _then_prepare(parse_known_args: Callable[..., tuple[Namespace, list[str]]]) -> Callable[..., Any]:

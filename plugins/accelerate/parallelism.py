@@ -38,8 +38,12 @@ class ExpertMeshConfig(ParallelismConfig):
         ep_chunks: parts of a batch, of which one travels while another is computed. Default 1.
         ep_overlap: compute shared experts while tokens travel. Default true.
         ep_activation_checkpointing: what a block keeps for the backward: `none` (all of it), `full` (its input and its
-            routing) or `selective` (what is dear to get again too). Default `none`.
-        ep_layers: the layers around the experts. Default `hf`.
+            routing), `selective` (what is dear to get again too) or `experts_only` (all but what its experts need).
+            Default `none`.
+        ep_layers: the layers around the experts. Default `hf`, the model's own.
+        ep_layers_only, ep_layers_keep: patterns of the modules that may be replaced, and of those that stay.
+        ep_fp8_recipe: how values are scaled where `mixed_precision` is `fp8`. Default `auto`.
+        ep_loss: how a language model's loss is taken without its logits; `hf` takes it from them. Default `auto`.
         ep_checkpoint_format: `hf`, a Hugging Face model, or `dcp`, as Accelerate's FSDP2 writes it. Default `hf`.
         ep_async_save: write checkpoints in the background. Default false.
         ep_balance_aux_loss: a model's load-balancing loss over the `global` batch, or each rank's, `local`. Default
@@ -60,6 +64,10 @@ class ExpertMeshConfig(ParallelismConfig):
     ep_overlap: bool | None = None
     ep_activation_checkpointing: str | None = None
     ep_layers: str | None = None
+    ep_layers_only: str | None = None
+    ep_layers_keep: str | None = None
+    ep_fp8_recipe: str | None = None
+    ep_loss: str | None = None
     ep_checkpoint_format: str | None = None
     ep_async_save: bool | None = None
     ep_balance_aux_loss: str | None = None

@@ -7,7 +7,9 @@ Accelerate YAML, or from the environment that the launcher hands to its workers;
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
@@ -16,21 +18,19 @@ from expertmesh.errors import ConfigError
 YAML_PREFIX = "parallelism_config_"
 ENV_PREFIX = "PARALLELISM_CONFIG_"
 
-# `hf` keeps the model's own attention, linear and norm layers.
-EP_LAYERS = ("hf",)
+# What a key may be where its values are few. Dispatchers, computes and layers are checked where they are found.
+CHOICES = {
+    # See `expertmesh.recompute`.
+    "ep_activation_checkpointing": ("none", "selective", "full", "experts_only"),
+    # `hf` makes every checkpoint a Hugging Face model; `dcp` writes the layout of Accelerate's FSDP2.
+    "ep_checkpoint_format": ("hf", "dcp"),
+    # Whose tokens a model's load-balancing loss is over: the whole batch's, or each rank's, as in data parallelism.
+    "ep_balance_aux_loss": ("global", "local"),
+    "ep_fp8_recipe": ("auto", "float8_current_scaling", "mxfp8"),
+    # `hf` leaves a model its own loss on logits.
+    "ep_loss": ("auto", "hf", "chunked", "liger"),
+}
 
-# See `expertmesh.recompute`.
-EP_ACTIVATION_CHECKPOINTING = ("none", "full", "selective")
-
-# `hf` makes every checkpoint a Hugging Face model; `dcp` writes the layout of Accelerate's FSDP2.
-EP_CHECKPOINT_FORMATS = ("hf", "dcp")
-
-# Whether a model's load-balancing loss is that of the whole global batch, or each rank's own, as in data parallelism.
-EP_BALANCE_AUX_LOSSES = ("global", "local")
-
-_NUMBERS = ("ep_balance_bias_rate", "ep_z_loss")
-
-_SWITCHES = ("ep_async_save", "ep_overlap")
 _TRUE, _FALSE = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")
 
 # Keys of the same YAML block that Accelerate itself reads and that do not concern expert parallelism.
@@ -63,9 +63,15 @@ class ExpertParallelConfig:
         ep_chunks: parts that a batch is cut into, so that one travels while another is computed.
         ep_overlap: compute shared experts while tokens travel, on a stream of their own.
         ep_activation_checkpointing: what each block keeps for the backward: everything (`none`), nothing but its
-            routing (`full`), or what is dear to get again (`selective`). Where the script or `fsdp_config` turns
-            checkpointing on by itself, `none` means `full`.
-        ep_layers: which implementation the layers around the experts use.
+            routing (`full`), what is dear to get again too (`selective`), or everything but what its experts need
+            (`experts_only`). Where the script or `fsdp_config` turns checkpointing on by itself, `none` means `full`.
+        ep_layers: which implementation the layers around the experts use: the model's own (`hf`), or a name
+            registered in `expertmesh.layers`.
+        ep_layers_only: the modules that may be replaced: patterns of qualified names, with commas between; empty for
+            all.
+        ep_layers_keep: those that stay, in the same form, beside routers and the head.
+        ep_fp8_recipe: how values are scaled where Accelerate's `mixed_precision` is `fp8`.
+        ep_loss: how the loss of a language model is taken without its logits; `hf` takes it from them.
         ep_checkpoint_format: what a training checkpoint is, a Hugging Face model (`hf`) or DCP as Accelerate's FSDP2
             writes it (`dcp`). Both resume on any mesh.
         ep_async_save: write checkpoints in the background, so that training waits only for a copy in host memory.
@@ -85,6 +91,10 @@ class ExpertParallelConfig:
     ep_overlap: bool = True
     ep_activation_checkpointing: str = "none"
     ep_layers: str = "hf"
+    ep_layers_only: str = ""
+    ep_layers_keep: str = ""
+    ep_fp8_recipe: str = "auto"
+    ep_loss: str = "auto"
     ep_checkpoint_format: str = "hf"
     ep_async_save: bool = False
     ep_balance_aux_loss: str = "global"
@@ -168,7 +178,7 @@ class ExpertParallelConfig:
         }
 
     def _check_choices(self) -> None:
-        for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size", "ep_size", "ep_chunks"):
+        for name in _of_type("int", "int | None"):
             size = getattr(self, name)
             if size is None and name == "dp_shard_size":
                 continue
@@ -184,30 +194,33 @@ class ExpertParallelConfig:
                 f"cp_size {self.cp_size} cannot be combined with expert parallelism yet: set cp_size to 1 and give "
                 f"its ranks to dp_shard_size."
             )
-        for name, choices in (
-            ("ep_layers", EP_LAYERS),
-            ("ep_checkpoint_format", EP_CHECKPOINT_FORMATS),
-            ("ep_activation_checkpointing", EP_ACTIVATION_CHECKPOINTING),
-        ):
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is unknown: choose among {', '.join(choices)}.")
-        for name in _SWITCHES:
+        for name in _of_type("bool"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, but is {getattr(self, name)!r}: correct it.")
-        self._check_balance()
-
-    def _check_balance(self) -> None:
-        if self.ep_balance_aux_loss not in EP_BALANCE_AUX_LOSSES:
-            raise ConfigError(
-                f"ep_balance_aux_loss {self.ep_balance_aux_loss!r} is unknown: choose among "
-                f"{', '.join(EP_BALANCE_AUX_LOSSES)}."
-            )
-        for name in _NUMBERS:
+        for name in _of_type("float"):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
                 raise ConfigError(f"{name} must be a number of at least 0, but is {number!r}: correct it.")
 
 
+def _of_type(*annotations: str) -> tuple[str, ...]:
+    """The keys whose values are of a type."""
+    return tuple(field.name for field in fields(ExpertParallelConfig) if field.type in annotations)
+
+
+def _described() -> dict[str, str]:
+    """What the docstring says about each key of expert parallelism; nothing where Python has dropped it."""
+    text = inspect.getdoc(ExpertParallelConfig) or ""
+    said = dict(re.findall(r"^    (ep_\w+): (.*(?:\n        .*)*)", text, re.MULTILINE))
+    names = (field.name for field in fields(ExpertParallelConfig) if field.name.startswith("ep_"))
+    return {name: re.sub(r"\s+", " ", said.get(name, "")).replace("`", "") for name in names}
+
+
+# The keys of expert parallelism, each with a sentence for people.
+EXPERT_KEYS = _described()
 KNOWN_KEYS = tuple(field.name for field in fields(ExpertParallelConfig)) + ACCELERATE_KEYS
 
 
@@ -244,19 +257,23 @@ def _short(key: str) -> str:
 
 
 def _parse(key: str, value: object) -> object:
-    if key in _SWITCHES:
-        return _parse_switch(key, value)
-    if key in _NUMBERS:
-        return _parse_number(key, value)
-    if not key.endswith("_size") and key != "ep_chunks":
-        return str(value)
-    if value is None and key == "dp_shard_size":
-        return None
+    return _PARSERS[ExpertParallelConfig.__dataclass_fields__[key].type](key, value)
+
+
+def _parse_text(key: str, value: object) -> str:
+    return str(value)
+
+
+def _parse_integer(key: str, value: object) -> int:
     try:
-        size = int(str(value))
+        return int(str(value))
     except ValueError:
         raise ConfigError(f"{YAML_PREFIX}{key} must be an integer, but is {value!r}: correct it.") from None
-    return None if key == "dp_shard_size" and size == -1 else size
+
+
+def _parse_inferred(key: str, value: object) -> int | None:
+    size = -1 if value is None else _parse_integer(key, value)
+    return None if size == -1 else size
 
 
 def _parse_switch(key: str, value: object) -> bool:
@@ -271,6 +288,16 @@ def _parse_number(key: str, value: object) -> float:
         return float(str(value))
     except ValueError:
         raise ConfigError(f"{YAML_PREFIX}{key} must be a number, but is {value!r}: correct it.") from None
+
+
+# By the annotation of a key.
+_PARSERS = {
+    "bool": _parse_switch,
+    "float": _parse_number,
+    "int": _parse_integer,
+    "int | None": _parse_inferred,
+    "str": _parse_text,
+}
 
 
 def _divisors(number: int) -> str:
