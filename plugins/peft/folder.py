@@ -15,9 +15,10 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from expertmesh.checkpoint.agree import agreed, gather, world
+from expertmesh.checkpoint.agree import agreed
 from expertmesh.checkpoint.shards import LocalShard
 from expertmesh.errors import CheckpointError, some
+from expertmesh.ranks import gather, world
 
 
 def save_adapters(model: PeftModel, folder: Path) -> None:

@@ -30,7 +30,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from expertmesh.checkpoint.agree import agreed, world
+from expertmesh.checkpoint.agree import agreed
 from expertmesh.checkpoint.checkpoint import Checkpoint, save_model, wait_for_checkpoints
 from expertmesh.checkpoint.load import load_model
 from expertmesh.checkpoint.manifest import MANIFEST, verify_files
@@ -38,6 +38,7 @@ from expertmesh.checkpoint.optimizer import OptimizerStage, load_optimizer
 from expertmesh.checkpoint.publish import incomplete, resolve
 from expertmesh.errors import CheckpointError
 from expertmesh.plugins import load_plugin
+from expertmesh.ranks import world
 
 logger = logging.getLogger(__name__)
 

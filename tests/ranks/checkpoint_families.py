@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 
 from expertmesh import ExpertParallelConfig, parallelize
 from expertmesh.checkpoint import load_model, save_model
-from expertmesh.checkpoint.agree import gather
+from expertmesh.ranks import gather
 from ranks.families import build_family
 from ranks.models import randomize
 

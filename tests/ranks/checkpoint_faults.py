@@ -18,9 +18,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from expertmesh.checkpoint import latest, wait_for_checkpoints
-from expertmesh.checkpoint.agree import gather
 from expertmesh.checkpoint.manifest import verify_files
 from expertmesh.errors import CheckpointError
+from expertmesh.ranks import gather
 from ranks.checkpoint_crash import RANKS, Training
 from ranks.forked import Ranks, Say
 from ranks.models import build

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 
 import expertmesh
 from expertmesh.checkpoint import reader
-from expertmesh.checkpoint.agree import gather
 from expertmesh.checkpoint.deferred_tensor import DeferredParameter
+from expertmesh.ranks import gather
 
 
 def local_bytes(tensor):

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from expertmesh import ExpertParallelConfig, parallelize
-from expertmesh.checkpoint.agree import gather, world
 from expertmesh.checkpoint.dcp import load_dcp_model, save_dcp_model
 from expertmesh.checkpoint.optimizer import OPTIMIZER_FOLDER, OptimizerStage, load_optimizer
 from expertmesh.errors import CheckpointError
+from expertmesh.ranks import gather, world
 
 # (ep_size, dp_replicate_size) on each world size; ep_size 0 stands for FSDP2 without expertmesh.
 MESHES = {1: [(0, 1)], 2: [(1, 1), (2, 1), (0, 1)], 4: [(4, 1), (2, 1), (1, 1), (2, 2)]}

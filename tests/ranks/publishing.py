@@ -22,10 +22,11 @@ from pathlib import Path
 import torch.distributed as dist
 from leaving import leave
 
-from expertmesh.checkpoint.agree import agree, agreed, gather, world
+from expertmesh.checkpoint.agree import agree, agreed
 from expertmesh.checkpoint.manifest import MANIFEST, Manifest, describe_files, verify_files
 from expertmesh.checkpoint.publish import Publication, incomplete, latest, resolve
 from expertmesh.errors import CheckpointError
+from expertmesh.ranks import gather, world
 
 FOREIGN = {"logs/run/a.log": "log", "note.txt": "note"}
 FILES = ("config.json", "model-00001-of-00001.safetensors", "optimizer/__0_0.distcp")

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from expertmesh.balance.ranks import num_ranks
 from expertmesh.balance.routed import RoutedTokens, before_training_call, called_experts
 from expertmesh.errors import ModelError
+from expertmesh.ranks import num_ranks
 
 # What Transformers' routers call it. Some keep it as a buffer, some as a parameter without gradient.
 _NAMES = ("e_score_correction_bias", "expert_bias")

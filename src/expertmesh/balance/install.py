@@ -8,11 +8,11 @@ from torch import nn
 
 from expertmesh.balance.aux_loss import computes_the_same, global_balancing_loss
 from expertmesh.balance.bias import BiasUpdate
-from expertmesh.balance.ranks import num_ranks
 from expertmesh.balance.routed import called_experts
 from expertmesh.balance.z_loss import RouterZLoss
 from expertmesh.config import ExpertParallelConfig
 from expertmesh.plugins import load_plugin
+from expertmesh.ranks import num_ranks
 
 _DONE = "_expertmesh_balanced"
 

@@ -7,10 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-
-def num_ranks() -> int:
-    """Ranks whose mean loss is the global loss."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+from expertmesh.ranks import num_ranks
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from expertmesh.balance.loss_use import loss_use
-from expertmesh.balance.ranks import num_ranks, sum_over_ranks
+from expertmesh.balance.ranks import sum_over_ranks
 from expertmesh.balance.routed import called_experts, is_recomputation
 from expertmesh.errors import ModelError
+from expertmesh.ranks import num_ranks
 
 # Row sums of softmax that are 1 but for rounding, bfloat16's included.
 _ROUNDING = 0.02

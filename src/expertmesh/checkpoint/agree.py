@@ -5,15 +5,12 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException
 
 from expertmesh.errors import CheckpointError, ExpertMeshError
-
-T = TypeVar("T")
+from expertmesh.ranks import gather, world
 
 _FULL = "Free some space there or choose another folder."
 _FORBIDDEN = "Give this user the right to write there or choose another folder."
@@ -28,23 +25,6 @@ _REMEDIES = {
     errno.ENOTDIR: _FILE_IN_THE_WAY,
     errno.EEXIST: _FILE_IN_THE_WAY,
 }
-
-
-def world(group: ProcessGroup | None = None) -> tuple[int, int]:
-    """This process's rank in the group and the group's size; `(0, 1)` without torch.distributed."""
-    if not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
-def gather(value: T, group: ProcessGroup | None = None) -> list[T]:
-    """The values of all ranks, in rank order, on every rank. Collective; `[value]` without torch.distributed."""
-    _, size = world(group)
-    if size == 1:
-        return [value]
-    values: list[Any] = [None] * size
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def agree(error: BaseException | None, what: str, group: ProcessGroup | None = None) -> None:

@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import nn
 
 from expertmesh.checkpoint import dcp
-from expertmesh.checkpoint.agree import agreed, world
+from expertmesh.checkpoint.agree import agreed
 from expertmesh.checkpoint.description import write_description
 from expertmesh.checkpoint.manifest import Manifest, describe_files
 from expertmesh.checkpoint.object_store import is_url, write_model_to_url
 from expertmesh.checkpoint.optimizer import ACCELERATE_FOLDER, OPTIMIZER_FOLDER, OptimizerStage
 from expertmesh.checkpoint.publish import Publication
 from expertmesh.checkpoint.writer import MAX_SHARD_SIZE, Weights, write_weights
+from expertmesh.ranks import world
 
 FORMATS = ("hf", "dcp")
 _PACKAGES = ("expertmesh", "torch", "transformers")

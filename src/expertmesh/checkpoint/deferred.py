@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.logging import tqdm
 
-from expertmesh.checkpoint.agree import agreed, gather, world
+from expertmesh.checkpoint.agree import agreed
 from expertmesh.checkpoint.conversion import LoadPlan
 from expertmesh.checkpoint.deferred_tensor import DeferredParameter
 from expertmesh.checkpoint.load import check_against_writer
@@ -26,6 +26,7 @@ from expertmesh.checkpoint.shards import LocalShard
 from expertmesh.checkpoint.trace import TracedTensor
 from expertmesh.errors import CheckpointError
 from expertmesh.host_memory import untouched
+from expertmesh.ranks import gather, world
 
 # Wrappers put these into the names of what they wrap.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from torch import nn
 
-from expertmesh.checkpoint.agree import agreed, gather, world
+from expertmesh.checkpoint.agree import agreed
 from expertmesh.checkpoint.checksum import RunChecksum, combine_runs
 from expertmesh.checkpoint.conversion import trace_load
 from expertmesh.checkpoint.dcp import MODEL_FOLDER, load_dcp_model
@@ -22,6 +22,7 @@ from expertmesh.checkpoint.reader import check_fingerprints, read_shards, read_w
 from expertmesh.checkpoint.safetensors_format import StoredTensor, read_folder
 from expertmesh.checkpoint.shards import local_shards, named_tensors
 from expertmesh.errors import CheckpointError, some
+from expertmesh.ranks import gather, world
 
 
 def load_model(model: nn.Module, folder: Path | str, subfolder: str = "") -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from expertmesh.checkpoint.agree import agreed, gather, world
+from expertmesh.checkpoint.agree import agreed
 from expertmesh.errors import CheckpointError
+from expertmesh.ranks import gather, world
 
 MANIFEST = "expertmesh.json"
 FORMAT_VERSION = 1

@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from expertmesh.checkpoint.agree import agree, agreed, world
+from expertmesh.checkpoint.agree import agree, agreed
 from expertmesh.checkpoint.description import write_description
 from expertmesh.checkpoint.file_io import bytes_of
 from expertmesh.checkpoint.manifest import MANIFEST
 from expertmesh.checkpoint.safetensors_format import INDEX_FILE, PlannedFile, StoredTensor, index_json
 from expertmesh.checkpoint.writer import MAX_SHARD_SIZE, Weights, write_piece
 from expertmesh.errors import CheckpointError
+from expertmesh.ranks import world
 
 _MODEL_FILES = (MANIFEST, INDEX_FILE, "model*.safetensors", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 FALLBACK = "an object store takes no byte ranges: one rank writes each file, from its first byte to its last"

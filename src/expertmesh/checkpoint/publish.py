@@ -11,10 +11,11 @@ from types import TracebackType
 
 from torch.distributed import ProcessGroup
 
-from expertmesh.checkpoint.agree import agree, agreed, world
+from expertmesh.checkpoint.agree import agree, agreed
 from expertmesh.checkpoint.manifest import Manifest
 from expertmesh.checkpoint.swap import aside_of, finish, flush_tree, put_in_place
 from expertmesh.errors import CheckpointError
+from expertmesh.ranks import world
 
 _PARTIAL = ".partial"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")

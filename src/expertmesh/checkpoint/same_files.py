@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from expertmesh.checkpoint.agree import agreed, gather
+from expertmesh.checkpoint.agree import agreed
 from expertmesh.errors import CheckpointError
+from expertmesh.ranks import gather
 
 # Another revision of a model differs in nearly all its bytes, so a few of them tell.
 _SAMPLES = 64

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.checkpoint.agree import agreed, gather, world
+from expertmesh.checkpoint.agree import agreed
 from expertmesh.checkpoint.boxes import contiguous_runs
 from expertmesh.checkpoint.checksum import RunChecksum, combine_runs
 from expertmesh.checkpoint.conversion import revert, trace_save
@@ -34,6 +34,7 @@ from expertmesh.checkpoint.safetensors_format import (
 from expertmesh.checkpoint.shards import LocalShard, local_shards, tensors_to_save
 from expertmesh.checkpoint.trace import TracedTensor
 from expertmesh.errors import CheckpointError
+from expertmesh.ranks import gather, world
 
 MAX_SHARD_SIZE = 5_000_000_000
 

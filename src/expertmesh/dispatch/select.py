@@ -19,6 +19,7 @@ from expertmesh.dispatch.registry import FALLBACK, find_transport, refusal, tran
 from expertmesh.dispatch.transport import Situation
 from expertmesh.dispatch.transported import TransportDispatcher
 from expertmesh.errors import ConfigError, some
+from expertmesh.ranks import gather
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +106,7 @@ def choose(name: str, answers: Answers) -> Choice:
 
 def agree(answers: Answers) -> dict[str, str | None]:
     """The answers of all ranks of the job as one; a reason that not all of them have names its ranks. Collective."""
-    of_ranks: list[Answers] = [{}] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, answers)
+    of_ranks = gather(answers)
     return {name: _joined([of_rank[name] for of_rank in of_ranks]) for name in answers}
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from expertmesh.checkpoint.agree import agreed, world
+from expertmesh.checkpoint.agree import agreed
 from expertmesh.checkpoint.checkpoint import Checkpoint
 from expertmesh.errors import ModelError
 from expertmesh.finetune.recipe import Recipe
 from expertmesh.plugins import load_plugin
+from expertmesh.ranks import world
 
 _RELOAD = Path(__file__).with_name("reload.py")
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "NODE_RANK")

@@ -10,12 +10,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from expertmesh.checkpoint.agree import agreed, gather, world
+from expertmesh.checkpoint.agree import agreed
 from expertmesh.checkpoint.publish import incomplete, latest, resolve
 from expertmesh.config import ENV_PREFIX
 from expertmesh.errors import ConfigError
 from expertmesh.finetune.recipe import AUTO, CHECKPOINT, NONE, Recipe
 from expertmesh.plugins import load_plugin
+from expertmesh.ranks import gather, world
 
 
 def parallelism_of(recipe: Recipe) -> Any:

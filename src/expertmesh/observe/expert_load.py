@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.balance.ranks import num_ranks
 from expertmesh.balance.routed import RoutedTokens, before_training_call, called_experts
 from expertmesh.errors import ModelError
+from expertmesh.ranks import num_ranks
 
 
 @dataclass(frozen=True)
