@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from expertmesh.config import ExpertParallelConfig
@@ -72,9 +73,10 @@ def build_expert_mesh(config: ExpertParallelConfig, device_type: str) -> ExpertM
         wait_a_moment_at_exit()
     config = config.resolve(dist.get_world_size())
     shape = (config.dp_replicate_size, config.efsdp_size, config.ep_size)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep"))
-    # Lets DTensor reduce and gather over both axes in one collective (gradient norms, whole weights).
-    mesh["efsdp", "ep"]._flatten("efsdp_ep")
+    with unset_fake_temporarily():  # Ranks are numbers, also where the model's tensors are fake.
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep"))
+        # Lets DTensor reduce and gather over both axes in one collective (gradient norms, whole weights).
+        mesh["efsdp", "ep"]._flatten("efsdp_ep")
     return ExpertMesh(mesh)
 
 
@@ -86,9 +88,7 @@ def build_dense_mesh(config: ExpertParallelConfig, device_type: str) -> DeviceMe
         device_type: `cuda`, `cpu`, ...
     """
     config = config.resolve(dist.get_world_size())
-    shard = config.dp_shard_size * config.cp_size
-    if config.dp_replicate_size == 1:
-        return init_device_mesh(device_type, (shard,), mesh_dim_names=("dp_shard_cp",))
-    return init_device_mesh(
-        device_type, (config.dp_replicate_size, shard), mesh_dim_names=("dp_replicate", "dp_shard_cp")
-    )
+    axes = {"dp_replicate": config.dp_replicate_size} if config.dp_replicate_size > 1 else {}
+    axes["dp_shard_cp"] = config.dp_shard_size * config.cp_size
+    with unset_fake_temporarily():
+        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -14,12 +14,16 @@ right shape that take no memory.
 
 `plan` is an operator of its own: a policy that saves its result and recomputes all else (`recompute.py`) never routes
 twice.
+
+On fake tensors, sizes that an engine reads back are symbols. Where the fake mode has none to give (no `ShapeEnv`), the
+engine's own code runs, and what it reads is for that mode to say.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from expertmesh.dispatch.transport import Route, Transport, TransportHandle
@@ -28,20 +32,23 @@ from expertmesh.dispatch.transport import Route, Transport, TransportHandle
 _SENT_BACK, _SENT = "gradients of tokens", "gradients of results"
 
 
-@torch.library.custom_op("expertmesh::plan", mutates_args=())
-def plan(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, transport: TransportHandle) -> Route:
+def _plan(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, transport: TransportHandle) -> Route:
     """See `Transport.plan`."""
     return transport.transport.plan(hidden, top_k_index, top_k_weights)
 
 
+plan = torch.library.custom_op("expertmesh::plan", _plan, mutates_args=())
+
+
 @plan.register_fake
 def _(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, transport: TransportHandle) -> Route:
+    if not _has_symbols(hidden):
+        return _plan(hidden, top_k_index, top_k_weights, transport)
     num_local_experts = transport.transport.situation.num_local_experts
     return Route(hidden.shape[0], top_k_index.new_empty(num_local_experts), None, None)
 
 
-@torch.library.custom_op("expertmesh::send", mutates_args=())
-def send(
+def _send(
     hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, route: Route, transport: TransportHandle
 ) -> list[Tensor]:
     """Start `Transport.send`; what it returns is not there before `arrive`."""
@@ -50,10 +57,15 @@ def send(
     return [tensor for tensor in transfer.tensors if tensor is not None]
 
 
+send = torch.library.custom_op("expertmesh::send", _send, mutates_args=())
+
+
 @send.register_fake
 def _(
     hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, route: Route, transport: TransportHandle
 ) -> list[Tensor]:
+    if not _has_symbols(hidden):
+        return _send(hidden, top_k_index, top_k_weights, route, transport)
     received = torch.library.get_ctx().new_dynamic_size()
     return transport.transport.fake_received(received, hidden, top_k_index)
 
@@ -71,16 +83,20 @@ def _send_backward(ctx: FunctionCtx, _: list[Tensor]) -> tuple[Tensor | None, ..
 send.register_autograd(_send_backward, setup_context=_send_setup)
 
 
-@torch.library.custom_op("expertmesh::send_back", mutates_args=())
-def send_back(rows: Tensor, route: Route, transport: TransportHandle) -> Tensor:
+def _send_back(rows: Tensor, route: Route, transport: TransportHandle) -> Tensor:
     """Start `Transport.send_back` of results; what it returns is not there before `come_back`."""
     transfer = transport.transport.send_back(route, rows, None)
     route.in_flight["results"] = transfer
     return transfer.tensors[0]
 
 
+send_back = torch.library.custom_op("expertmesh::send_back", _send_back, mutates_args=())
+
+
 @send_back.register_fake
 def _(rows: Tensor, route: Route, transport: TransportHandle) -> Tensor:
+    if not _has_symbols(rows):
+        return _send_back(rows, route, transport)
     return rows.new_empty(torch.library.get_ctx().new_dynamic_size(), rows.shape[1])
 
 
@@ -144,6 +160,10 @@ def arrive(transport: Transport, route: Route, sent: list[Tensor]) -> tuple[Tens
 def come_back(transport: Transport, route: Route, sent_back: Tensor) -> Tensor:
     """End what `send_back` started: `[tokens, hidden]`."""
     return _ComeBack.apply(transport, route, sent_back)
+
+
+def _has_symbols(fake: Tensor) -> bool:
+    return detect_fake_mode(fake).shape_env is not None
 
 
 def _wait_for(route: Route, what: str) -> None:
