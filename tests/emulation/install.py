@@ -8,27 +8,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-# The emulating module, and the names it is imported by.
+# The names that are imported, and the module that emulates each; the first is what `installed` yields.
 EMULATIONS = {
-    "deep_ep_v1": ("emulation.deep_ep_v1", ("deep_ep",)),
-    "deep_ep_v2": ("emulation.deep_ep_v2", ("deep_ep",)),
-    "hybrid_ep": ("emulation.hybrid_ep", ("deep_ep",)),
-    "te": ("emulation.te_ep", ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ep")),
+    "deep_ep_v1": {"deep_ep": "deep_ep_v1"},
+    "deep_ep_v2": {"deep_ep": "deep_ep_v2"},
+    "hybrid_ep": {"deep_ep": "hybrid_ep"},
+    "te": {
+        "transformer_engine": "te",
+        "transformer_engine.common": "te",
+        "transformer_engine.common.recipe": "te_recipe",
+        "transformer_engine.pytorch": "te",
+        "transformer_engine.pytorch.ep": "te_ep",
+        "transformer_engine.pytorch.quantization": "te_quantization",
+    },
 }
 
 
 @contextmanager
 def installed(name: str) -> Iterator[ModuleType]:
     """While the block runs, the packages of an emulation are what is imported under their real names."""
-    source, names = EMULATIONS[name]
-    emulation = importlib.import_module(source)
-    before = {each: sys.modules.get(each) for each in names}
-    sys.modules.update(dict.fromkeys(names, emulation))
+    emulating = {real: importlib.import_module(f"emulation.{module}") for real, module in EMULATIONS[name].items()}
+    before = {real: sys.modules.get(real) for real in emulating}
+    sys.modules.update(emulating)
     try:
-        yield emulation
+        yield next(iter(emulating.values()))
     finally:
-        for each, module in before.items():
+        for real, module in before.items():
             if module is None:
-                del sys.modules[each]
+                del sys.modules[real]
             else:
-                sys.modules[each] = module
+                sys.modules[real] = module
