@@ -1,4 +1,4 @@
-"""Finding Transformer Engine's `pytorch.ep`, and saying why it cannot be used."""
+"""Finding Transformer Engine, and saying why it, or its `pytorch.ep`, cannot be used."""
 
 from __future__ import annotations
 
@@ -19,35 +19,42 @@ _INSTALL = (
 _NCCL = 'install PyTorch 2.14 or newer, or `pip install "nvidia-nccl-cu13>=2.30.4" --no-deps`.'
 
 
-def load() -> ModuleType:
-    """`transformer_engine.pytorch.ep`. Its import registers the operators `torch.ops.transformer_engine_ep`.
+def load(part: str = "transformer_engine.pytorch.ep") -> ModuleType:
+    """A module of Transformer Engine. The import of `ep` registers the operators `torch.ops.transformer_engine_ep`.
 
     Raises:
         ImportError: it cannot be imported, for whatever reason.
     """
     try:
-        return importlib.import_module("transformer_engine.pytorch.ep")
+        return importlib.import_module(part)
     # Its import looks for shared objects of CUDA, cuDNN and NCCL, and complains in as many ways.
     except Exception as error:
         raise ImportError(f"{type(error).__name__}: {error}") from error
 
 
-def unavailable() -> str | None:
-    """Why it is not there, or will not work with this machine's NCCL; None if it should."""
+def missing(part: str) -> str | None:
+    """Why a module of Transformer Engine cannot be imported, or is too old; None if it can be used."""
     # An older one has no `ep`: that is what to say then, and not that a module is missing.
     try:
-        package = importlib.import_module("transformer_engine")
-    # See `load`.
-    except Exception as error:
-        return f"transformer_engine cannot be imported ({type(error).__name__}: {error}): {_INSTALL}"
+        package = load("transformer_engine")
+    except ImportError as error:
+        return f"transformer_engine cannot be imported ({error}): {_INSTALL}"
     if Version(package.__version__) < _OLDEST:
         return f"the installed transformer_engine is {package.__version__}: {_INSTALL}"
     try:
-        load()
+        load(part)
     except ImportError as error:
         return f"transformer_engine's PyTorch part cannot be imported ({error}): {_INSTALL}"
+    return None
+
+
+def unavailable() -> str | None:
+    """Why `ep` is not there, or will not work with this machine's NCCL; None if it should."""
+    reason = missing("transformer_engine.pytorch.ep")
+    if reason is not None:
+        return reason
     try:
-        package.require_nccl_ep()
+        load("transformer_engine").require_nccl_ep()
     except RuntimeError as error:
         return f"{str(error).rstrip('.')}: {_NCCL}"
     return None
