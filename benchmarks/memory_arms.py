@@ -1,4 +1,4 @@
-"""The arms of the memory benchmark: one model, spread over ranks in four ways, by the same code for fake tensors too."""
+"""The arms of the memory benchmark: one model, spread over ranks in four ways, by the same code on fake tensors."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_yaml_is_exported(launcher, write_yaml):
         "PARALLELISM_CONFIG_EP_CHUNKS": "3",
         "PARALLELISM_CONFIG_EP_OVERLAP": "False",
         "PARALLELISM_CONFIG_EP_ACTIVATION_CHECKPOINTING": "none",
-        "PARALLELISM_CONFIG_EP_LAYERS": "hf",
+        "PARALLELISM_CONFIG_EP_LAYERS": "auto",
         "PARALLELISM_CONFIG_EP_LAYERS_ONLY": "",
         "PARALLELISM_CONFIG_EP_LAYERS_KEEP": "",
         "PARALLELISM_CONFIG_EP_FP8_RECIPE": "auto",

@@ -35,6 +35,14 @@ def test_near_ties_are_decided_once(how, sends):
     assert calls["send gradients"] == LAYERS
 
 
+def test_only_the_experts_are_recomputed_where_only_they_should_be():
+    outcome = results()["experts_only"]
+    assert outcome["error"] is None and outcome["loss"] == 0 and outcome["worst"] < 1e-6
+    calls = outcome["calls"]
+    assert "nudges" not in calls, "no router ran again"
+    assert calls["plan"] == LAYERS and calls["send"] == 2 * LAYERS and calls["send gradients"] == LAYERS
+
+
 def test_without_it_other_experts_would_be_chosen():
     outcome = results()["unprotected"]
     assert outcome["calls"]["plan"] > LAYERS

@@ -24,6 +24,7 @@ from expertmesh.config import ExpertParallelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.expert_parallel import is_expert_parallel
 from expertmesh.mesh import ExpertMesh, build_expert_mesh
+from expertmesh.recompute import OF_BLOCKS
 
 
 @dataclass
@@ -68,7 +69,7 @@ class ExpertMeshFSDPPlugin(FullyShardedDataParallelPlugin):
         extended = cls.__new__(cls)
         extended.__dict__.update(plugin.__dict__)
         extended.cpu_ram_efficient_loading = False
-        extended.activation_checkpointing |= config.ep_activation_checkpointing != "none"
+        extended.activation_checkpointing |= config.ep_activation_checkpointing in OF_BLOCKS
         if mixed_precision != "no" and extended.mixed_precision_policy is None:
             extended.set_mixed_precision(mixed_precision)
         extended.config = config

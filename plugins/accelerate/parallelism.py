@@ -40,7 +40,7 @@ class ExpertMeshConfig(ParallelismConfig):
         ep_activation_checkpointing: what a block keeps for the backward: `none` (all of it), `full` (its input and its
             routing), `selective` (what is dear to get again too) or `experts_only` (all but what its experts need).
             Default `none`.
-        ep_layers: the layers around the experts. Default `hf`, the model's own.
+        ep_layers: the layers around the experts. Default `auto`, the model's own, whose norms keep less.
         ep_layers_only, ep_layers_keep: patterns of the modules that may be replaced, and of those that stay.
         ep_fp8_recipe: how values are scaled where `mixed_precision` is `fp8`. Default `auto`.
         ep_loss: how a language model's loss is taken without its logits; `hf` takes it from them. Default `auto`.

@@ -34,8 +34,9 @@ from expertmesh.expert_parallel import Replaced, install_forward, plan_experts, 
 from expertmesh.experts import check_divisible, find_experts
 from expertmesh.host_memory import keep_freed_memory
 from expertmesh.mesh import ExpertMesh, build_dense_mesh, build_expert_mesh
+from expertmesh.norms import keep_less
 from expertmesh.overlap import run_shared_experts_ahead
-from expertmesh.recompute import keep_routing
+from expertmesh.recompute import OF_BLOCKS, keep_routing
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ def apply_expert_parallel(
         ModelError, ConfigError: see `check_model`; nothing has been touched then.
     """
     modules = check_model(model, config)
+    if config.ep_layers == "auto":
+        keep_less(model)
     compute_dtype = fsdp_options["mp_policy"].param_dtype
     plans = plan_experts(modules, find_adapters(model), config, mesh, device, compute_dtype)
     if device.type == "cpu":
@@ -117,7 +120,8 @@ def apply_expert_parallel(
         result.replaced.extend(replaced)
     if config.ep_overlap and config.ep_size > 1:
         run_shared_experts_ahead(model, {plan.called for plan in plans.values()}, device)
-    keep_routing(model, "selective" if config.ep_activation_checkpointing == "selective" else "full")
+    mode = config.ep_activation_checkpointing
+    keep_routing(model, mode if mode in OF_BLOCKS else "full")
     return result
 
 
@@ -176,7 +180,7 @@ def parallelize(
     device = torch.device(device) if device is not None else _default_device()
     dense_mesh = build_dense_mesh(config, device.type)
     options = {"mp_policy": mp_policy or MixedPrecisionPolicy(), "reshard_after_forward": reshard_after_forward}
-    if config.ep_activation_checkpointing != "none":
+    if config.ep_activation_checkpointing in OF_BLOCKS:
         for parent, name, block in list(_blocks(model)):
             setattr(parent, name, checkpoint_wrapper(block, preserve_rng_state=False))
     sharded = apply_expert_parallel(model, config, build_expert_mesh(config, device.type), dense_mesh, device, options)

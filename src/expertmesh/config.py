@@ -65,8 +65,8 @@ class ExpertParallelConfig:
         ep_activation_checkpointing: what each block keeps for the backward: everything (`none`), nothing but its
             routing (`full`), what is dear to get again too (`selective`), or everything but what its experts need
             (`experts_only`). Where the script or `fsdp_config` turns checkpointing on by itself, `none` means `full`.
-        ep_layers: which implementation the layers around the experts use: the model's own (`hf`), or a name
-            registered in `expertmesh.layers`.
+        ep_layers: which implementation the layers around the experts use: the model's own (`hf`), the same with norms
+            that keep less for the backward (`auto`), or a name registered in `expertmesh.layers`.
         ep_layers_only: the modules that may be replaced: patterns of qualified names, with commas between; empty for
             all.
         ep_layers_keep: those that stay, in the same form, beside routers and the head.
@@ -90,7 +90,7 @@ class ExpertParallelConfig:
     ep_chunks: int = 1
     ep_overlap: bool = True
     ep_activation_checkpointing: str = "none"
-    ep_layers: str = "hf"
+    ep_layers: str = "auto"
     ep_layers_only: str = ""
     ep_layers_keep: str = ""
     ep_fp8_recipe: str = "auto"

@@ -22,6 +22,7 @@ from expertmesh.errors import ModelError
 from expertmesh.experts import ExpertsSpec
 from expertmesh.host_memory import untouched
 from expertmesh.mesh import ExpertMesh
+from expertmesh.recompute import recompute_experts
 
 
 class ExpertParallelForward:
@@ -54,7 +55,11 @@ class ExpertParallelForward:
         tokens = hidden_states.to(self._dtype_on(device_type, hidden_states.dtype))
         # Autocast would cover the GEMMs of the forward and not those of the hand-written backward.
         with torch.autocast(device_type, enabled=False):
-            output = self._exchange_and_compute(tokens, top_k_index.long(), top_k_weights)
+            inputs = tokens, top_k_index.long(), top_k_weights
+            if self.plan.recomputes and torch.is_grad_enabled():
+                output = recompute_experts(self._exchange_and_compute, *inputs)
+            else:
+                output = self._exchange_and_compute(*inputs)
         return output.to(hidden_states.dtype)
 
     def _exchange_and_compute(self, tokens: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -165,6 +170,7 @@ class ExpertPlan:
         adapters: what wraps it.
         called: what the model calls for it: the module, or the outermost wrapper around it.
         chunks: parts of a batch that travel and are computed one under the other.
+        recomputes: whether the experts are run again in the backward instead of keeping what they need.
     """
 
     spec: ExpertsSpec
@@ -173,6 +179,7 @@ class ExpertPlan:
     adapters: ExpertAdapters | None
     called: nn.Module
     chunks: int
+    recomputes: bool = False
 
 
 def situation_of(
@@ -222,7 +229,8 @@ def plan_experts(
         compute = choose_compute(config.ep_compute, device.type, dispatcher.counts_on_host)
         wrapping = adapters.get(name)
         called = experts if wrapping is None else wrapping.module
-        plans[name] = ExpertPlan(spec, dispatcher, compute, wrapping, called, config.ep_chunks)
+        recomputes = config.ep_activation_checkpointing == "experts_only"
+        plans[name] = ExpertPlan(spec, dispatcher, compute, wrapping, called, config.ep_chunks, recomputes)
     return plans
 
 

@@ -8,7 +8,9 @@ layer; rows travel again along the route of the forward.
 Modes:
 
 - `full` keeps nothing else: memory of one block, and the tokens travel once more;
-- `selective` keeps what is dear to get again: received tokens and attention outputs.
+- `selective` keeps what is dear to get again: received tokens and attention outputs;
+- `experts_only` recomputes nothing but what experts need: received tokens and their first projection, which is the most
+  of what a block keeps, and which grows where routing is uneven.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from expertmesh.dispatch import ops  # noqa: F401  (defines the operators named below)
 from expertmesh.experts import is_experts
@@ -42,6 +45,16 @@ DEAR = frozenset(
     )
 )
 MODES = {"full": ROUTE, "selective": ROUTE | DEAR}
+
+# The modes in which whole blocks are checkpointed.
+OF_BLOCKS = frozenset(MODES)
+
+
+def recompute_experts(forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Call the forward of experts, and again in the backward, along the same route, instead of keeping what it made."""
+    return checkpoint(
+        forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=partial(recompute_contexts, "full")
+    )
 
 
 def recompute_contexts(mode: str = "full") -> tuple[TorchDispatchMode, TorchDispatchMode]:
@@ -104,10 +117,10 @@ def keep_routing(model: nn.Module, mode: str = "full") -> None:
     Parts that already say what they keep are left alone.
     """
     for module in model.modules():
-        for name in ("checkpoint_fn",) if isinstance(module, CheckpointWrapper) else ("_gradient_checkpointing_func",):
-            function = getattr(module, name, None)
-            if function is not None and any(is_experts(part) for part in module.modules()):
-                setattr(module, name, _in_mode(function, mode))
+        name = "checkpoint_fn" if isinstance(module, CheckpointWrapper) else "_gradient_checkpointing_func"
+        function = getattr(module, name, None)
+        if function is not None and any(is_experts(part) for part in module.modules()):
+            setattr(module, name, _in_mode(function, mode))
 
 
 def _in_mode(function: Callable[..., Any], mode: str) -> Callable[..., Any]:

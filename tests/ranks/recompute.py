@@ -18,12 +18,14 @@ from models import batches, build
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from expertmesh import ExpertParallelConfig, composition, parallelize, recompute
+from expertmesh import ExpertParallelConfig, composition, parallelize
+from expertmesh.config import CHOICES
 from expertmesh.dispatch.all_to_all import AllToAll
 from expertmesh.experts import find_experts
 
 CALLS: Counter[str] = Counter()
 LAYERS = 2
+MODES = CHOICES["ep_activation_checkpointing"]
 
 
 class Counted(AllToAll):
@@ -65,7 +67,7 @@ def trained(how: str) -> dict[str, object]:
     torch.manual_seed(0)
     model = nearly_tied()
     nudge(model)
-    config = ExpertParallelConfig(ep_size=2, ep_activation_checkpointing=how if how in recompute.MODES else "none")
+    config = ExpertParallelConfig(ep_size=2, ep_activation_checkpointing=how if how in MODES else "none")
     if how == "enabled before":
         model.activation_checkpointing_enable()
     keep_routing = composition.keep_routing
@@ -98,7 +100,7 @@ def main() -> None:
     patch_checkpointing()
     plain = trained("none")
     results = {"none": plain["calls"]}
-    for how in ("full", "selective", "enabled before", "enabled after", "unprotected"):
+    for how in ("full", "selective", "experts_only", "enabled before", "enabled after", "unprotected"):
         outcome = trained(how)
         errors = [
             (outcome["gradients"][name] - value).abs().max() / value.abs().max()
