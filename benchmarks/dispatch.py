@@ -25,6 +25,7 @@ import torch
 from arm_processes import rotated
 from dispatch_arms import COUNTED, TIMED, TRANSFORMERS, Sizes
 from dispatch_processes import DispatchProcesses, LayerStep, Moved
+from tables import markdown, quartiles
 from transformers.utils import logging
 
 # bfloat16 has eight bits.
@@ -88,13 +89,21 @@ def measure(setting: Setting, arms: Sequence[str], saved: Path) -> tuple[dict[st
 def table_of_times(setting: Setting, results: Mapping[str, Timed], refused: Mapping[str, str]) -> str:
     """A Markdown table."""
     sizes, where = setting.sizes, "GPUs, NCCL, bfloat16" if setting.device_type == "cuda" else "CPUs, gloo, float32"
-    columns = ("median ms", "quartiles ms", "million rows/s", "MB sent a rank", "time / all_to_all", "kernels")
-    rows = "\n".join(_time_row(arm, result, setting, results) for arm, result in results.items())
+    columns = (
+        "dispatcher",
+        "median ms",
+        "quartiles ms",
+        "million rows/s",
+        "MB sent a rank",
+        "time / all_to_all",
+        "kernels",
+    )
+    rows = (_time_row(arm, result, setting, results) for arm, result in results.items())
     reasons = "".join(f"\n- {arm} does not work here: {reason}" for arm, reason in refused.items())
     return (
         f"Tokens there and back and their gradients, on {setting.ranks} {where}: {sizes.tokens} tokens a rank, hidden "
         f"{sizes.hidden}, {sizes.num_experts} experts, top-{sizes.top_k}\n\n"
-        f"| dispatcher | {' | '.join(columns)} |\n|---{'|---' * len(columns)}|\n{rows}\n{reasons}"
+        f"{markdown(columns, rows)}\n{reasons}"
     )
 
 
@@ -102,6 +111,7 @@ def table_of_counts(setting: Setting, steps: Mapping[str, Sequence[LayerStep]]) 
     """A Markdown table; each number is the largest of all ranks."""
     sizes = setting.sizes
     columns = (
+        "dispatcher",
         "host syncs",
         "launched ops",
         "of Transformers'",
@@ -110,41 +120,49 @@ def table_of_counts(setting: Setting, steps: Mapping[str, Sequence[LayerStep]]) 
         "peak extra MiB",
         "how",
     )
-    rows = "\n".join(_count_row(arm, ranks, steps) for arm, ranks in steps.items())
+    rows = (_count_row(arm, ranks, steps) for arm, ranks in steps.items())
     return (
         f"One MoE layer, forward and backward, in bfloat16 on {setting.ranks} ranks: {sizes.tokens} tokens a rank, "
         f"hidden {sizes.hidden}, expert intermediate {sizes.intermediate}, {sizes.num_experts} experts, "
         f"top-{sizes.top_k}, grouped GEMMs\n\n"
-        f"| dispatcher | {' | '.join(columns)} |\n|---{'|---' * len(columns)}|\n{rows}"
+        f"{markdown(columns, rows)}"
     )
 
 
-def _time_row(arm: str, result: Timed, setting: Setting, results: Mapping[str, Timed]) -> str:
+def _time_row(arm: str, result: Timed, setting: Setting, results: Mapping[str, Timed]) -> list[str]:
     times = [1e3 * second for second in result.seconds]
-    low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    low, middle, high = quartiles(times)
     rows = setting.ranks * setting.sizes.tokens * setting.sizes.top_k / middle / 1e3
     sent = max(moved.sent_bytes for moved in result.moved) / 1e6
     ratio = f"{result.ratio_to(results['all_to_all']):.2f}" if "all_to_all" in results else ""
     kernels = result.moved[0].kernels
-    return (
-        f"| {TIMED[arm].title} | {middle:.2f} | {low:.2f} to {high:.2f} | {rows:.2f} | {sent:.2f} | {ratio} "
-        f"| {'' if kernels is None else kernels} |"
-    )
+    return [
+        TIMED[arm].title,
+        f"{middle:.2f}",
+        f"{low:.2f} to {high:.2f}",
+        f"{rows:.2f}",
+        f"{sent:.2f}",
+        ratio,
+        "" if kernels is None else str(kernels),
+    ]
 
 
-def _count_row(arm: str, ranks: Sequence[LayerStep], steps: Mapping[str, Sequence[LayerStep]]) -> str:
+def _count_row(arm: str, ranks: Sequence[LayerStep], steps: Mapping[str, Sequence[LayerStep]]) -> list[str]:
     counts = [step.counts for step in ranks]
     share = ""
     if TRANSFORMERS in steps:
         theirs = max(step.counts.launches for step in steps[TRANSFORMERS])
         share = f"{max(each.launches for each in counts) / theirs:.0%}"
-    return (
-        f"| {COUNTED[arm].title} | {max(len(each.syncs) for each in counts)} "
-        f"| {max(each.launches for each in counts)} | {share} "
-        f"| {max(each.sent_bytes for each in counts) / 1e6:.2f} | {max(each.kept_bytes for each in counts) / MIB:.1f} "
-        f"| {max(each.peak_bytes for each in counts) / MIB:.1f} "
-        f"| {'counted' if COUNTED[arm].emulation is None else 'emulated: counts only'} |"
-    )
+    return [
+        COUNTED[arm].title,
+        str(max(len(each.syncs) for each in counts)),
+        str(max(each.launches for each in counts)),
+        share,
+        f"{max(each.sent_bytes for each in counts) / 1e6:.2f}",
+        f"{max(each.kept_bytes for each in counts) / MIB:.1f}",
+        f"{max(each.peak_bytes for each in counts) / MIB:.1f}",
+        "counted" if COUNTED[arm].emulation is None else "emulated: counts only",
+    ]
 
 
 def _require_same_results(steps: Mapping[str, Sequence[LayerStep]]) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpu_checks import CHECKS, Check
+from tables import markdown
 
 ROOT = Path(__file__).parents[1]
 SKIPPED = 77
@@ -72,19 +73,17 @@ def run(check: Check, gpus: int, logs: Path) -> Result:
 
 def table(results: Sequence[Result]) -> str:
     """A Markdown table."""
-    rows = "\n".join(
-        f"| {each.check.name} | {each.ending} | {each.seconds:.0f} | {_in_one_cell(each.remedy)} |" for each in results
-    )
-    return f"| check | result | seconds | remedy or reason |\n|---|---|---|---|\n{rows}"
+    rows = ((each.check.name, each.ending, f"{each.seconds:.0f}", _in_one_cell(each.remedy)) for each in results)
+    return markdown(("check", "result", "seconds", "remedy or reason"), rows)
 
 
 def plan(checks: Sequence[Check]) -> str:
     """What would run, as a Markdown table."""
-    rows = "\n".join(
-        f"| {check.name} | {check.gpus} | {check.timeout:.0f} | `{shlex.join(_words(check, 'python'))}` |"
+    rows = (
+        (check.name, str(check.gpus), f"{check.timeout:.0f}", f"`{shlex.join(_words(check, 'python'))}`")
         for check in checks
     )
-    return f"| check | GPUs | at most seconds | command |\n|---|---|---|---|\n{rows}"
+    return markdown(("check", "GPUs", "at most seconds", "command"), rows)
 
 
 def _words(check: Check, python: str) -> list[str]:

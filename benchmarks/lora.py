@@ -22,6 +22,7 @@ from step import ArmResult, take_turns  # isort: skip
 from lora_arms import ARMS, RANK, merged_bytes
 from lora_processes import AdapterMemory, AdapterProcesses
 from step_arms import WORKLOADS, save_initial_model
+from tables import markdown, quartiles
 from transformers.utils import logging
 
 PEFT, OURS = "a", "d"
@@ -65,16 +66,13 @@ def table(workload: str, results: dict[str, LoraResult]) -> str:
     """A Markdown table."""
     sizes = WORKLOADS[workload]
     columns = (
-        "median ms", "quartiles ms", "CPU ms", "a / time", "growth MiB", "saved MiB", "merged MiB",
+        "arm", "median ms", "quartiles ms", "CPU ms", "a / time", "growth MiB", "saved MiB", "merged MiB",
     )  # fmt: skip
-    rows = "\n".join(_row(workload, arm, results) for arm in results)
     return (
         f"Workload {workload}, adapters of rank {RANK}: hidden {sizes.hidden_size}, expert intermediate "
         f"{sizes.moe_intermediate_size}, {sizes.num_layers} layers, {sizes.sequences} x {sizes.sequence_length} tokens "
         f"a rank\n\n"
-        f"| arm | {' | '.join(columns)} |\n"
-        f"|---{'|---' * len(columns)}|\n"
-        f"{rows}"
+        f"{markdown(columns, (_row(workload, arm, results) for arm in results))}"
     )
 
 
@@ -85,18 +83,24 @@ def _start(arm: str, workload: str, saved: Path, lifetime: float, stack: ExitSta
     return processes
 
 
-def _row(workload: str, arm: str, results: dict[str, LoraResult]) -> str:
+def _row(workload: str, arm: str, results: dict[str, LoraResult]) -> list[str]:
     steps, memory = results[arm].steps, results[arm].memory
     times = [step.milliseconds for step in steps.steps]
-    low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    low, middle, high = quartiles(times)
     cpu = statistics.median(step.cpu_milliseconds for step in steps.steps)
     faster = f"{results[PEFT].steps.ratio_to(steps):.2f}" if PEFT in results else ""
     saved = sum(nbytes for _, nbytes in memory.saved)
     merged = merged_bytes(WORKLOADS[workload], memory.saved)
-    return (
-        f"| ({arm}) {ARMS[arm].name} | {middle:.0f} | {low:.0f} to {high:.0f} | {cpu:.0f} | {faster} "
-        f"| {memory.growth_mib:.0f} | {saved / MIB:.1f} | {merged / MIB:.1f} |"
-    )
+    return [
+        f"({arm}) {ARMS[arm].name}",
+        f"{middle:.0f}",
+        f"{low:.0f} to {high:.0f}",
+        f"{cpu:.0f}",
+        faster,
+        f"{memory.growth_mib:.0f}",
+        f"{saved / MIB:.1f}",
+        f"{merged / MIB:.1f}",
+    ]
 
 
 def _arguments() -> argparse.Namespace:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from memory_arms import ARMS, QWEN3_30B, SMALL, Workload
 from memory_foreseen import foresee
 from memory_measured import measure
+from tables import markdown
 
 # Each worker builds its process group anew, and an arm patches nothing of another.
 _PROCESSES = 2
@@ -46,11 +47,8 @@ def check(arms: Sequence[str], lifetime: float) -> dict[str, dict[str, float]]:
 def table(results: dict[str, dict[str, float]]) -> str:
     """A Markdown table with a row for each arm, and a column for each number."""
     columns = list(next(iter(results.values())))
-    rows = [
-        f"| {ARMS[arm].title} | {' | '.join(f'{found[name]:.2f}' for name in columns)} |"
-        for arm, found in results.items()
-    ]
-    return "\n".join([f"| GiB | {' | '.join(columns)} |", f"|---{'|---' * len(columns)}|", *rows])
+    rows = ([ARMS[arm].title, *(f"{found[name]:.2f}" for name in columns)] for arm, found in results.items())
+    return markdown(["GiB", *columns], rows)
 
 
 def _arguments() -> argparse.Namespace:

@@ -23,6 +23,7 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELIS
 from arm_processes import rotated
 from step_arms import ARMS, WORKLOADS, save_initial_model
 from step_processes import StepProcesses, StepRecord
+from tables import markdown, quartiles
 from transformers.utils import logging
 
 OURS = "c"
@@ -97,6 +98,7 @@ def table(workload: str, results: dict[str, ArmResult]) -> str:
     """A Markdown table of one workload."""
     sizes = WORKLOADS[workload]
     columns = (
+        "arm",
         "median ms",
         "quartiles ms",
         "min to max ms",
@@ -105,13 +107,11 @@ def table(workload: str, results: dict[str, ArmResult]) -> str:
         "floor / time",
         "peak RSS MiB",
     )
-    rows = "\n".join(_row(arm, result, results) for arm, result in results.items())
+    rows = (_row(arm, result, results) for arm, result in results.items())
     return (
         f"Workload {workload}: hidden {sizes.hidden_size}, expert intermediate {sizes.moe_intermediate_size}, "
         f"{sizes.sequences} x {sizes.sequence_length} tokens a rank\n\n"
-        f"| arm | {' | '.join(columns)} |\n"
-        f"|---{'|---' * len(columns)}|\n"
-        f"{rows}\n\n"
+        f"{markdown(columns, rows)}\n\n"
         f"{_losses(results)}"
     )
 
@@ -134,17 +134,23 @@ def _require_equal_losses(losses: Mapping[str, Sequence[float]]) -> None:
             raise SystemExit(f"the arms do not train the same model, their first losses differ: {losses}")
 
 
-def _row(arm: str, result: ArmResult, results: dict[str, ArmResult]) -> str:
+def _row(arm: str, result: ArmResult, results: dict[str, ArmResult]) -> list[str]:
     times = [step.milliseconds for step in result.steps]
     cpu = statistics.median(step.cpu_milliseconds for step in result.steps)
-    low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    low, middle, high = quartiles(times)
     ratio = f"{result.ratio_to(results[OURS]):.2f}" if OURS in results else ""
     floor = f"{results[FLOOR].ratio_to(result):.0%}" if FLOOR in results else ""
     name, _ = ARMS[arm]
-    return (
-        f"| ({arm}) {name} | {middle:.0f} | {low:.0f} to {high:.0f} | {min(times):.0f} to {max(times):.0f} "
-        f"| {cpu:.0f} | {ratio} | {floor} | {result.peak_mib:.0f} |"
-    )
+    return [
+        f"({arm}) {name}",
+        f"{middle:.0f}",
+        f"{low:.0f} to {high:.0f}",
+        f"{min(times):.0f} to {max(times):.0f}",
+        f"{cpu:.0f}",
+        ratio,
+        floor,
+        f"{result.peak_mib:.0f}",
+    ]
 
 
 def _losses(results: dict[str, ArmResult]) -> str:
