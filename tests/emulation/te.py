@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+from emulation import te_device
 from emulation import te_ep as ep
 from emulation import te_quantization as quantization
 from emulation import te_recipe as recipe
@@ -64,4 +65,7 @@ def __getattr__(name: str) -> object:
     # Tests of the dispatcher make it an older one there.
     if name == "__version__":
         return ep.__version__
+    # The real one has none: it takes CUDA's tensors.
+    if name == "DEVICE_TYPES":
+        return ("cuda", "cpu") if te_device.ALLOW_CPU else ("cuda",)
     raise AttributeError(name)

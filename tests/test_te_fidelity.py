@@ -1,0 +1,57 @@
+"""The emulation of Transformer Engine against its own Python: of the wheel of 2.20.2, which is fetched once.
+
+The wheel has no binary. What can be asked without one is asked in processes of their own, with stubs in its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from emulation.signatures import snapshot
+from processes import TESTS, run_command
+from te_fidelity.real import VERSION
+
+SAID = snapshot(f"te_{VERSION}")
+WHEEL = f"transformer_engine-{VERSION}-py3-none-any.whl"
+
+
+@pytest.fixture(scope="module")
+def wheel(request) -> Path:
+    """The folder with the unpacked wheel, from pytest's cache if it has been there before."""
+    folder = request.config.cache.mkdir("transformer_engine")
+    archive = folder / WHEEL
+    if not archive.exists():
+        options = ("--no-deps", "--only-binary", ":all:", "--retries", "1", "--timeout", "20", "--dest", folder)
+        fetched = run_command([sys.executable, "-m", "pip", "download", *options, f"transformer-engine=={VERSION}"])
+        if fetched.returncode:
+            pytest.skip(f"the wheel cannot be fetched: {fetched.stderr.strip().splitlines()[-1]}")
+    assert SAID["sha"].endswith(hashlib.sha256(archive.read_bytes()).hexdigest())
+    unpacked = folder / VERSION
+    with zipfile.ZipFile(archive) as content:
+        content.extractall(unpacked)
+    return unpacked
+
+
+def program(name: str, wheel: Path, **env: str) -> str:
+    """What a program says of the real one."""
+    finished = run_command(
+        [sys.executable, TESTS / "te_fidelity" / name, wheel], env={"PYTHONPATH": str(TESTS), **env}, timeout=120
+    )
+    assert finished.returncode == 0, finished.output
+    return finished.stdout.splitlines()[-1]
+
+
+def test_the_real_one_is_as_the_snapshot_says(wheel):
+    found = json.loads(program("facts.py", wheel))
+    for kind in ("signatures", "facts"):
+        assert found[kind] == SAID[kind]
+
+
+def test_its_own_kernels_permute_as_the_emulation_does(wheel):
+    pytest.importorskip("triton", reason="triton, which interprets its kernels, is not installed")
+    assert program("kernels.py", wheel, TRITON_INTERPRET="1") == "[]"
