@@ -15,10 +15,12 @@ from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMa
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 
-from expertmesh.compute import build_expert_function, choose_compute
+from expertmesh.compute import choose_compute
+from expertmesh.compute.by_gemm import Grouped, Loop
 from expertmesh.compute.normed import normed_experts
 from expertmesh.compute.projection import LowRank, ProjectionTensors
-from expertmesh.compute.routed import ExpertTensors, routed_experts
+from expertmesh.compute.routed import ExpertTensors
+from expertmesh.compute.select import COMPUTES
 from expertmesh.dispatch.local import LocalDispatcher
 from expertmesh.dispatch.rows import ExpertRows
 from expertmesh.errors import ConfigError
@@ -55,13 +57,13 @@ LAYOUTS = {
 
 def run_ours(experts, name, hidden, index, weights):
     spec = ExpertsSpec.of(experts)
-    function = build_expert_function(name, experts, spec, gradient_scale=1.0)
+    compute = COMPUTES.find(name)(experts, spec, 1.0)
     dispatched = LocalDispatcher(spec.num_experts).dispatch(hidden, index, weights)
     tensors = ExpertTensors.of(*(getattr(experts, parameter) for parameter in spec.parameter_names))
-    operands = (function, tensors, dispatched.tokens, dispatched.row_weights, dispatched.rows)
+    operands = (tensors, dispatched.tokens, dispatched.row_weights, dispatched.rows)
     if spec.has_post_expert_norm:
-        return normed_experts(*operands, experts.post_expert_norm)
-    return routed_experts(*operands)
+        return normed_experts(compute, *operands, experts.post_expert_norm)
+    return compute(*operands)
 
 
 def gradients(experts, forward, hidden, index, weights):
@@ -89,7 +91,7 @@ def routing(kind):
     return index, torch.rand(TOKENS, TOP_K, generator=generator)
 
 
-@pytest.mark.parametrize("compute", ["expert_loop", "grouped_mm"])
+@pytest.mark.parametrize("compute", ["loop", "grouped_mm"])
 @pytest.mark.parametrize("kind", ["even", "one-expert", "few-experts"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_the_models_own_forward(layout, kind, compute):
@@ -104,7 +106,7 @@ def test_equals_the_models_own_forward(layout, kind, compute):
     assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("compute", ["expert_loop", "grouped_mm"])
+@pytest.mark.parametrize("compute", ["loop", "grouped_mm"])
 def test_no_tokens_give_zero_gradients_and_stay_connected(compute):
     experts = from_model("gpt_oss")
     hidden, index, weights = torch.zeros(0, 32), torch.zeros(0, TOP_K, dtype=torch.long), torch.zeros(0, TOP_K)
@@ -126,7 +128,7 @@ def merged(weight, adapter, is_transposed):
     return weight + (delta.transpose(1, 2) if is_transposed else delta)
 
 
-@pytest.mark.parametrize("compute", ["expert_loop", "grouped_mm"])
+@pytest.mark.parametrize("compute", ["loop", "grouped_mm"])
 @pytest.mark.parametrize("rank", [1, 4, 6])
 @pytest.mark.parametrize("which", ["up", "down", "both"])
 @pytest.mark.parametrize("layout", ["qwen3_moe", "gpt_oss", "nemotron_h", "muse_spark"])
@@ -144,14 +146,14 @@ def test_low_rank_adapters_are_a_sum_that_is_never_built(layout, which, rank, co
     hidden = torch.randn(TOKENS, up.shape[1] if spec.is_transposed else up.shape[2])
     hidden, weights = (tensor.requires_grad_() for tensor in (hidden, weights))
     dispatched = LocalDispatcher(spec.num_experts).dispatch(hidden, index, weights)
-    function = build_expert_function(compute, experts, spec, gradient_scale=1.0)
+    function = COMPUTES.find(compute)(experts, spec, 1.0)
     operands = (dispatched.tokens, dispatched.row_weights, dispatched.rows)
 
     def run(tensors):
         if spec.has_post_expert_norm:
             output = normed_experts(function, tensors, *operands, experts.post_expert_norm)
         else:
-            output = routed_experts(function, tensors, *operands)
+            output = function(tensors, *operands)
         mixed = (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum()
         return output.detach(), *torch.autograd.grad(mixed, [hidden, weights, *leaves], retain_graph=True)
 
@@ -174,9 +176,9 @@ def test_bf16_tokens_with_float32_weights_accumulate_in_float32():
     experts = from_model("qwen3_moe")
     index, weights = routing("even")
     hidden = torch.randn(TOKENS, 32, generator=torch.Generator().manual_seed(2))
-    exact = gradients(experts, lambda *inputs: run_ours(experts, "expert_loop", *inputs), hidden, index, weights)
+    exact = gradients(experts, lambda *inputs: run_ours(experts, "loop", *inputs), hidden, index, weights)
     rounded = gradients(
-        experts, lambda *inputs: run_ours(experts, "expert_loop", *inputs).float(), hidden.bfloat16(), index, weights
+        experts, lambda *inputs: run_ours(experts, "loop", *inputs).float(), hidden.bfloat16(), index, weights
     )
     assert rounded["gate_up_proj"].dtype == torch.float32
     assert rounded["hidden"].dtype == torch.bfloat16
@@ -233,17 +235,17 @@ def run_on_rows(experts, name, hidden, index, weights):
     num_used = int(padded.sum())
     token_index = dispatched.rows.token_index
     rows, row_weights = Expand.apply(hidden, dispatched.row_weights, token_index, slots, num_used + 24, num_used)
-    plan = ExpertRows(None, padded.tolist() if name == "expert_loop" else None, padded.cumsum(0).int(), num_used + 24)
+    plan = ExpertRows(None, padded.tolist() if name == "loop" else None, padded.cumsum(0).int(), num_used + 24)
     tensors = ExpertTensors.of(*(getattr(experts, parameter) for parameter in spec.parameter_names))
-    function = build_expert_function(name, experts, spec, gradient_scale=1.0)
+    function = COMPUTES.find(name)(experts, spec, 1.0)
     if spec.has_post_expert_norm:
         results = normed_experts(function, tensors, rows, row_weights, plan, experts.post_expert_norm)
     else:
-        results = routed_experts(function, tensors, rows, row_weights, plan)
+        results = function(tensors, rows, row_weights, plan)
     return Collapse.apply(results, token_index, slots, hidden.shape[0], num_used)
 
 
-@pytest.mark.parametrize("compute", ["expert_loop", "grouped_mm"])
+@pytest.mark.parametrize("compute", ["loop", "grouped_mm"])
 @pytest.mark.parametrize("kind", ["even", "one-expert", "few-experts"])
 @pytest.mark.parametrize("layout", ["qwen3_moe", "gpt_oss", "nemotron_h", "muse_spark"])
 def test_padded_rows_and_what_lies_behind_them_change_nothing(layout, kind, compute):
@@ -255,14 +257,37 @@ def test_padded_rows_and_what_lies_behind_them_change_nothing(layout, kind, comp
     assert_close(ours, expected)
 
 
+def chosen(name, experts, dtype=torch.float32, device="cpu", counts_on_host=True):
+    return choose_compute(name, experts, ExpertsSpec.of(experts), dtype, torch.device(device), counts_on_host)
+
+
 def test_unknown_compute_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="auto or one of grouped_mm, expert_loop"):
-        choose_compute("cutlass", "cpu", counts_on_host=True)
+    with pytest.raises(ConfigError, match="auto or one of grouped_mm, loop"):
+        chosen("cutlass", from_model("qwen3_moe"))
 
 
-def test_a_compute_that_needs_counts_on_the_host_is_refused_where_there_are_none():
-    assert choose_compute("auto", "cpu", counts_on_host=True) == "expert_loop"
-    assert choose_compute("auto", "cpu", counts_on_host=False) == "grouped_mm"
-    assert choose_compute("auto", "cuda", counts_on_host=True) == "grouped_mm"
-    with pytest.raises(ConfigError, match="set ep_compute to auto or grouped_mm"):
-        choose_compute("expert_loop", "cpu", counts_on_host=False)
+def test_auto_takes_what_suits_the_device_and_what_the_dispatcher_says():
+    experts = from_model("qwen3_moe")
+    assert chosen("auto", experts) is Loop
+    assert chosen("auto", experts, counts_on_host=False) is Grouped
+    assert chosen("auto", experts, device="cuda") is Grouped
+    assert chosen("auto", experts, device="cuda", dtype=torch.float64) is Loop
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("loop", dict(counts_on_host=False), "set ep_compute to auto or grouped_mm"),
+        ("grouped_mm", dict(dtype=torch.float64), "does not compute in torch.float64: set ep_compute to loop"),
+    ],
+)
+def test_a_compute_that_cannot_do_it_is_refused(name, options, message):
+    with pytest.raises(ConfigError, match=f"ep_compute {name} cannot be used here: .*{message}"):
+        chosen(name, from_model("qwen3_moe"), **options)
+
+
+def test_matrices_that_grouped_mm_cannot_take_are_refused_by_their_shapes():
+    experts = from_model("qwen3_moe")
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.detach()[..., :-2])
+    with pytest.raises(ConfigError, match=r"multiples of 8 in torch.bfloat16; those of .*\(8, 32, 22\)"):
+        chosen("grouped_mm", experts, dtype=torch.bfloat16)

@@ -16,7 +16,7 @@ from processes import ROOT, TESTS, run_command, run_ranks
 
 from expertmesh import doctor
 from expertmesh.dispatch import check_dispatcher, select
-from expertmesh.dispatch.registry import refusal, transport_names
+from expertmesh.dispatch.registry import TRANSPORTS, refusal
 from expertmesh.dispatch.topology import Topology, _link, _rdma
 from expertmesh.dispatch.transport import Situation
 from expertmesh.errors import CONFIG_EXIT_CODE, ConfigError
@@ -112,7 +112,7 @@ def test_two_packages_with_one_name_are_refused(site):
 
 def test_all_to_all_cannot_be_taken_over(site):
     install(site, "all_to_all", CHECK_FAILS)
-    assert transport_names().count("all_to_all") == 1
+    assert TRANSPORTS.names.count("all_to_all") == 1
     assert refusal("all_to_all", SITUATION) is None
 
 
@@ -172,7 +172,7 @@ def test_a_launched_job_is_refused_once_and_before_weights_are_touched(tmp_path)
     (line,) = [line for line in finished.stderr.splitlines() if line.startswith("expertmesh: ")]
     assert "ep_dispatcher halfway cannot be used here: on rank 1: " in line and "Found empty meta package" in line
     assert "Traceback" not in finished.output
-    assert finished.stdout.splitlines() == ["untouched"] * 2, finished.output
+    assert finished.stdout.count("untouched") == 2, finished.output
 
 
 class Nvml:

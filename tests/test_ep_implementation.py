@@ -22,7 +22,7 @@ from transformers.distributed.expert_parallel import (
     EPImplementationInterface,
 )
 
-from expertmesh.dispatch.registry import transport_names
+from expertmesh.dispatch.registry import TRANSPORTS
 
 EXACT = 1e-5
 NAMES = """
@@ -66,7 +66,7 @@ def test_losses_and_gradients_equal_one_process_and_transformers_own(results):
 def test_the_names_are_there_whatever_is_imported_first(first, second):
     finished = run_command([sys.executable, "-c", NAMES.format(first=first, second=second)])
     assert finished.returncode == 0 and not finished.stderr, finished.output
-    ours = {"expertmesh", "expertmesh_all_to_all", *transport_names()} | {"auto", "all_reduce", "deepgemm_megamoe"}
+    ours = {"expertmesh", "expertmesh_all_to_all", *TRANSPORTS.names} | {"auto", "all_reduce", "deepgemm_megamoe"}
     assert set(finished.stdout.split()) == ours
 
 

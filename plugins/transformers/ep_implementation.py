@@ -71,7 +71,7 @@ class DispatchedEP(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         from expertmesh_plugins.transformers.checkpointing import patch_checkpointing
 
-        from expertmesh.compute import build_expert_function, choose_compute
+        from expertmesh.compute import choose_compute
         from expertmesh.errors import ModelError
         from expertmesh.expert_parallel import ExpertParallelForward, ExpertPlan, situation_of
         from expertmesh.experts import ExpertsSpec, is_experts
@@ -85,11 +85,10 @@ class DispatchedEP(EPImplementation):
         device = _device(ep_mesh)
         situation = situation_of(experts, spec, ep_mesh.size(), device, None)
         moving = _dispatcher(dispatcher, ep_mesh, situation)
-        compute = choose_compute("auto", device.type, moving.counts_on_host)
+        compute = choose_compute("auto", experts, spec, situation.dtype, device, moving.counts_on_host)
         plan = ExpertPlan(spec, moving, compute, None, experts, 1)
         # Gradients are scaled by Transformers.
-        function = build_expert_function(compute, experts, spec, 1.0)
-        self.forward = ExpertParallelForward(experts, plan, function, None)
+        self.forward = ExpertParallelForward(experts, plan, compute(experts, spec, 1.0), None)
         _served.add(experts)
         patch_checkpointing()
 

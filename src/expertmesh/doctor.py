@@ -122,13 +122,13 @@ def launch_hook() -> Iterable[Finding]:
 
 def dispatchers() -> Iterable[Finding]:
     """Which ways of moving tokens can be chosen as ep_dispatcher on this machine, and what `auto` comes to."""
-    from expertmesh.dispatch.registry import refusal, transport_names
+    from expertmesh.dispatch.registry import TRANSPORTS, refusal
     from expertmesh.dispatch.select import PREFERENCE, ask, choose, describe
 
     situation = _usual_situation()
     yield Finding("situation", describe(situation))
     answers = ask("auto", situation)
-    for name in transport_names():
+    for name in TRANSPORTS.names:
         reason = refusal(name, situation)
         text = reason or "usable"
         if reason is None and name not in PREFERENCE:
@@ -163,7 +163,7 @@ def computes() -> Iterable[Finding]:
     """Which ways of multiplying experts can be chosen as ep_compute."""
     from expertmesh.compute.select import COMPUTES, check_compute
 
-    for name in COMPUTES:
+    for name in COMPUTES.names:
         yield _choice("compute", name, check_compute)
 
 

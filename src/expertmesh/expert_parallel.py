@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from expertmesh.adapters import AdapterParameter, ExpertAdapters
-from expertmesh.compute import build_expert_function, choose_compute
+from expertmesh.compute import ExpertCompute, choose_compute
 from expertmesh.compute.normed import normed_experts
 from expertmesh.compute.projection import ProjectionTensors
-from expertmesh.compute.routed import ExpertFunction, ExpertTensors, routed_experts
+from expertmesh.compute.routed import ExpertTensors
 from expertmesh.config import ExpertParallelConfig
 from expertmesh.dispatch import Dispatched, TokenDispatcher, build_dispatcher
 from expertmesh.dispatch.topology import ranks_per_node, topology
@@ -36,11 +36,11 @@ class ExpertParallelForward:
     """
 
     def __init__(
-        self, experts: nn.Module, plan: ExpertPlan, function: ExpertFunction, compute_dtype: torch.dtype | None
+        self, experts: nn.Module, plan: ExpertPlan, compute: ExpertCompute, compute_dtype: torch.dtype | None
     ) -> None:
         self.experts = experts
         self.plan = plan
-        self.function = function
+        self.compute = compute
         self.compute_dtype = compute_dtype
 
     # A route is no tensor, and what arrives has sizes that no compiler can know: compiled blocks are cut here.
@@ -80,8 +80,8 @@ class ExpertParallelForward:
     def _compute(self, dispatched: Dispatched) -> Tensor:
         operands = (self._local_tensors(), dispatched.tokens, dispatched.row_weights, dispatched.rows)
         if self.plan.spec.has_post_expert_norm:
-            return normed_experts(self.function, *operands, self.experts.post_expert_norm)
-        return routed_experts(self.function, *operands)
+            return normed_experts(self.compute, *operands, self.experts.post_expert_norm)
+        return self.compute(*operands)
 
     def _dtype_on(self, device_type: str, default: torch.dtype) -> torch.dtype:
         if self.compute_dtype is not None:
@@ -166,7 +166,7 @@ class ExpertPlan:
     Attributes:
         spec: its layout.
         dispatcher: shared by all modules with the same situation.
-        compute: one of `expertmesh.compute.COMPUTES`.
+        compute: what computes them.
         adapters: what wraps it.
         called: what the model calls for it: the module, or the outermost wrapper around it.
         chunks: parts of a batch that travel and are computed one under the other.
@@ -175,7 +175,7 @@ class ExpertPlan:
 
     spec: ExpertsSpec
     dispatcher: TokenDispatcher
-    compute: str
+    compute: type[ExpertCompute]
     adapters: ExpertAdapters | None
     called: nn.Module
     chunks: int
@@ -226,7 +226,7 @@ def plan_experts(
         if situation not in dispatchers:
             dispatchers[situation] = build_dispatcher(config.ep_dispatcher, mesh.ep, situation)
         dispatcher = dispatchers[situation]
-        compute = choose_compute(config.ep_compute, device.type, dispatcher.counts_on_host)
+        compute = choose_compute(config.ep_compute, experts, spec, situation.dtype, device, dispatcher.counts_on_host)
         wrapping = adapters.get(name)
         called = experts if wrapping is None else wrapping.module
         recomputes = config.ep_activation_checkpointing == "experts_only"
@@ -245,8 +245,8 @@ def install_forward(
         gradient_scale: factor on the experts' gradients that nobody else applies.
         compute_dtype: what tokens are sent and multiplied in; by default autocast's dtype, or their own.
     """
-    function = build_expert_function(plan.compute, experts, plan.spec, gradient_scale)
-    forward: Callable[..., Tensor] = ExpertParallelForward(experts, plan, function, compute_dtype)
+    compute = plan.compute(experts, plan.spec, gradient_scale)
+    forward: Callable[..., Tensor] = ExpertParallelForward(experts, plan, compute, compute_dtype)
     plan.called.forward = forward
 
 

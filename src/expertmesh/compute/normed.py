@@ -8,23 +8,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from expertmesh.compute.routed import ExpertFunction, ExpertTensors, routed_experts
+from expertmesh.compute.protocol import ExpertCompute
+from expertmesh.compute.routed import ExpertTensors
 from expertmesh.dispatch.rows import ExpertRows
 
 
 def normed_experts(
-    function: ExpertFunction,
+    compute: ExpertCompute,
     weights: ExpertTensors,
     tokens: Tensor,
     row_weights: Tensor,
     rows: ExpertRows,
     norm: nn.Module,
 ) -> Tensor:
-    """As `routed_experts`, with `norm` applied to every row before its weight: `out_t = sum_p w_p norm(y_p)`."""
+    """As `compute` does, with `norm` applied to every row before its weight: `out_t = sum_p w_p norm(y_p)`."""
     (all_rows,) = rows.split([rows.num_rows])
     gathered = all_rows.gather(tokens)
     each_for_itself = ExpertRows(None, rows.rows_per_expert, rows.offsets, rows.num_rows)
-    result = routed_experts(function, weights, gathered, torch.ones_like(row_weights), each_for_itself)
+    result = compute(weights, gathered, torch.ones_like(row_weights), each_for_itself)
     if rows.token_index is None:
         # What lies behind the last expert's rows must not reach the norm, nor must its gradient.
         belongs = rows.belongs_to_expert()

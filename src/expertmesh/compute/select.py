@@ -1,16 +1,19 @@
-"""Choosing how the experts are multiplied, by name."""
+"""Choosing what computes the experts, by name."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
-from expertmesh.compute.gate import gate_of
-from expertmesh.compute.gemm import ExpertGemm, ExpertLoop, GroupedMM
-from expertmesh.compute.routed import ExpertFunction
+from expertmesh.compute.by_gemm import Grouped, Loop
+from expertmesh.compute.protocol import ExpertCompute
 from expertmesh.errors import ConfigError
 from expertmesh.experts import ExpertsSpec
+from expertmesh.extensions import Extensions
 
-COMPUTES: dict[str, type[ExpertGemm]] = {"grouped_mm": GroupedMM, "expert_loop": ExpertLoop}
+COMPUTES: Extensions[ExpertCompute] = Extensions(
+    "ep_compute", "expertmesh.computes", {"grouped_mm": Grouped, "loop": Loop}
+)
 
 
 def check_compute(name: str) -> None:
@@ -19,41 +22,57 @@ def check_compute(name: str) -> None:
     Raises:
         ConfigError: names those that do.
     """
-    if name not in ("auto", *COMPUTES):
-        raise ConfigError(f"ep_compute {name!r} is unknown: set it to auto or one of {', '.join(COMPUTES)}.")
+    COMPUTES.check(name)
 
 
-def choose_compute(name: str, device_type: str, counts_on_host: bool) -> str:
-    """What `ep_compute` means: `auto` is `expert_loop` on a CPU and `grouped_mm` elsewhere, and where counts stay on
-    the device.
+def choose_compute(
+    name: str, experts: nn.Module, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device, counts_on_host: bool
+) -> type[ExpertCompute]:
+    """What `ep_compute` means for one experts module.
+
+    `auto` is `loop` on a CPU, and `grouped_mm` elsewhere and where counts stay on the device.
 
     Args:
-        name: `auto` or one of `COMPUTES`.
-        device_type: where the experts are computed.
+        name: `auto`, or one of `COMPUTES`.
+        experts, spec, dtype, device: see `ExpertCompute.refusal`.
         counts_on_host: whether the dispatcher tells the host how many rows each expert has.
 
     Raises:
-        ConfigError: an unknown name, or a compute that cannot do without those counts.
+        ConfigError: an unknown name, or a compute that cannot do this; it is never replaced by another.
     """
-    check_compute(name)
     if name == "auto":
-        return "expert_loop" if device_type == "cpu" and counts_on_host else "grouped_mm"
-    if COMPUTES[name].needs_counts_on_host and not counts_on_host:
-        fitting = [other for other, compute in COMPUTES.items() if not compute.needs_counts_on_host]
-        raise ConfigError(
-            f"ep_compute {name} must know on the host how many rows each expert has, and the ep_dispatcher leaves that "
-            f"on the device: set ep_compute to auto or {', '.join(fitting)}, or choose another dispatcher."
+        return _automatic(experts, spec, dtype, device, counts_on_host)
+    compute = COMPUTES.find(name)
+    reason = _refusal(compute, experts, spec, dtype, device, counts_on_host)
+    if reason is not None:
+        raise ConfigError(f"ep_compute {name} cannot be used here: {reason}")
+    return compute
+
+
+def _automatic(
+    experts: nn.Module, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device, counts_on_host: bool
+) -> type[ExpertCompute]:
+    best_first = (Loop, Grouped) if device.type == "cpu" else (Grouped, Loop)
+    reasons = []
+    for compute in best_first:
+        reason = _refusal(compute, experts, spec, dtype, device, counts_on_host)
+        if reason is None:
+            return compute
+        reasons.append(reason)
+    raise ConfigError(f"nothing computes the experts of this model here: {' '.join(reasons)}")
+
+
+def _refusal(
+    compute: type[ExpertCompute],
+    experts: nn.Module,
+    spec: ExpertsSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    counts_on_host: bool,
+) -> str | None:
+    if compute.needs_counts_on_host and not counts_on_host:
+        return (
+            "it must know on the host how many rows each expert has, and the ep_dispatcher leaves that on the device: "
+            "set ep_compute to auto or grouped_mm, or choose another dispatcher."
         )
-    return name
-
-
-def build_expert_function(name: str, experts: nn.Module, spec: ExpertsSpec, gradient_scale: float) -> ExpertFunction:
-    """What one experts module computes.
-
-    Args:
-        name: one of `COMPUTES`.
-        experts: the module, its weights already where they are computed.
-        spec: its layout.
-        gradient_scale: factor on the gradients of weights and biases.
-    """
-    return ExpertFunction(gate_of(experts, spec), COMPUTES[name](), spec.is_transposed, gradient_scale)
+    return compute.refusal(experts, spec, dtype, device)

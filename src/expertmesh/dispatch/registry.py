@@ -6,48 +6,13 @@ and which points at a `Transport` class.
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-
 from expertmesh.dispatch.all_to_all import AllToAll
 from expertmesh.dispatch.transport import Situation, Transport
 from expertmesh.errors import ConfigError
+from expertmesh.extensions import Extensions
 
-GROUP = "expertmesh.dispatchers"
 FALLBACK = "all_to_all"
-
-
-def transport_names() -> tuple[str, ...]:
-    """All names, the one that always works first."""
-    return (FALLBACK, *sorted({entry.name for entry in entry_points(group=GROUP)} - {FALLBACK}))
-
-
-def find_transport(name: str) -> type[Transport]:
-    """The class behind a name.
-
-    Raises:
-        ConfigError: nobody registered the name, or several packages did, or what is registered cannot be imported.
-    """
-    if name == FALLBACK:
-        return AllToAll
-    registered = {entry.value: entry for entry in entry_points(group=GROUP, name=name)}
-    if not registered:
-        raise ConfigError(
-            f"ep_dispatcher {name!r} is unknown: set ep_dispatcher to auto or one of {', '.join(transport_names())}."
-        )
-    if len(registered) > 1:
-        raise ConfigError(
-            f"ep_dispatcher {name!r} is registered more than once, as {' and as '.join(sorted(registered))}: "
-            f"uninstall all of these packages but one."
-        )
-    (found,) = registered.values()
-    try:
-        return found.load()
-    # Somebody else's package may fail in any way.
-    except Exception as error:
-        raise ConfigError(
-            f"ep_dispatcher {name!r} is registered as {found.value}, which cannot be imported "
-            f"({type(error).__name__}: {error}): repair or remove that package, or choose another dispatcher."
-        ) from error
+TRANSPORTS: Extensions[Transport] = Extensions("ep_dispatcher", "expertmesh.dispatchers", {FALLBACK: AllToAll})
 
 
 def refusal(name: str, situation: Situation) -> str | None:
@@ -56,7 +21,7 @@ def refusal(name: str, situation: Situation) -> str | None:
     Never raises, whatever a package does: the other ranks are waiting for the answer.
     """
     try:
-        return find_transport(name).refusal(situation)
+        return TRANSPORTS.find(name).refusal(situation)
     except ConfigError as error:
         return str(error)
     except Exception as error:

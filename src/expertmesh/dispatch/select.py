@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from expertmesh.dispatch.local import LocalDispatcher
 from expertmesh.dispatch.protocol import TokenDispatcher
-from expertmesh.dispatch.registry import FALLBACK, find_transport, refusal, transport_names
+from expertmesh.dispatch.registry import FALLBACK, TRANSPORTS, refusal
 from expertmesh.dispatch.transport import Situation
 from expertmesh.dispatch.transported import TransportDispatcher
 from expertmesh.errors import ConfigError, some
@@ -53,10 +53,7 @@ def check_dispatcher(name: str) -> None:
     Raises:
         ConfigError: says which names there are.
     """
-    if name not in ("auto", *transport_names()):
-        raise ConfigError(
-            f"ep_dispatcher {name!r} is unknown: set ep_dispatcher to auto or one of {', '.join(transport_names())}."
-        )
+    TRANSPORTS.check(name)
 
 
 def ask(name: str, situation: Situation) -> dict[str, str | None]:
@@ -127,7 +124,7 @@ def build_dispatcher(name: str, ep_mesh: DeviceMesh, situation: Situation) -> To
     Logs, once, what `auto` came to.
 
     Args:
-        name: `auto` or one of `transport_names()`.
+        name: `auto` or one of `TRANSPORTS`.
         ep_mesh: 1-D mesh of the EP group.
         situation: what it has to do.
 
@@ -142,7 +139,7 @@ def build_dispatcher(name: str, ep_mesh: DeviceMesh, situation: Situation) -> To
         # On a CPU there is nothing better to be had; on an accelerator somebody will want to know.
         missed = choice.name == FALLBACK and situation.device.type != "cpu"
         logger.log(logging.WARNING if missed else logging.INFO, "%s: %s", describe(situation), choice)
-    return TransportDispatcher(find_transport(choice.name)(ep_mesh, situation))
+    return TransportDispatcher(TRANSPORTS.find(choice.name)(ep_mesh, situation))
 
 
 def describe(situation: Situation) -> str:
