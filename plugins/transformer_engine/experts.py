@@ -2,8 +2,8 @@
 
 One for each projection, and two for each adapter. They have no parameters: at each call they borrow views of the
 model's stacked weights, whose gradients return to the stack. The function is that of `expertmesh.compute.routed`, and
-equal to it in float32. In fewer bits it is rounded elsewhere: where nothing is added to the down projection, the
-routing weight scales its input, before that is rounded, and not its output.
+equal to it in float32. In fewer bits it is rounded elsewhere: where the down projection has no bias, the routing weight
+scales its input, before that is rounded, and not its output.
 
 With 8 bits (`te.autocast`) each expert's rows are filled up with zeros to what the recipe asks for; adapters are
 computed in the dtype of the rows.
@@ -21,10 +21,9 @@ from expertmesh_plugins.transformer_engine.engine import load, missing
 from expertmesh_plugins.transformer_engine.expert_rows import Gated, PaddedRows, scaled_gradient
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from expertmesh.compute.gate import gate_of
-from expertmesh.compute.projection import LowRank, ProjectionTensors
+from expertmesh.compute.projection import ProjectionTensors
 from expertmesh.compute.protocol import ExpertCompute
 from expertmesh.compute.routed import ExpertTensors
 from expertmesh.dispatch.rows import ExpertRows
@@ -33,8 +32,6 @@ from expertmesh.experts import ExpertsSpec
 
 _PYTORCH = "transformer_engine.pytorch"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# What cuBLAS likes the rows of matrices to be a multiple of.
-_GEMM_BYTES = 16
 
 
 class TransformerEngineExperts(ExpertCompute):
@@ -64,8 +61,9 @@ class TransformerEngineExperts(ExpertCompute):
         return None
 
     def __init__(self, experts: nn.Module, spec: ExpertsSpec, gradient_scale: float) -> None:
-        self._experts = experts
-        self._spec = spec
+        self._name = type(experts).__name__
+        # A bias is added to the down projection, and has to be weighted too.
+        self._weighs_last = spec.has_bias
         self._gate = gate_of(experts, spec)
         self._up = _Projection(gradient_scale)
         self._down = _Projection(gradient_scale)
@@ -78,14 +76,10 @@ class TransformerEngineExperts(ExpertCompute):
         """
         padded = PaddedRows(rows, self._alignment(tensors))
         weights = padded.gather_weights(row_weights)
-        # What is added to the down projection, or made of it, has to be weighted too.
-        weighs_last = self._spec.has_bias or self._spec.has_post_expert_norm
         projected = self._up(tensors.up, padded.gather(tokens), padded.splits)
-        activation = Gated.apply(self._gate, projected, None if weighs_last else weights)
+        activation = Gated.apply(self._gate, projected, None if self._weighs_last else weights)
         results = padded.only_real(self._down(tensors.down, activation, padded.splits))
-        if self._spec.has_post_expert_norm:
-            results = self._experts.post_expert_norm(results)
-        if weighs_last:
+        if self._weighs_last:
             results = results.float() * padded.only_real(weights)
         return padded.sum_by_token(results, tokens)
 
@@ -98,7 +92,7 @@ class TransformerEngineExperts(ExpertCompute):
         for weight in (tensors.up.weight, tensors.down.weight):
             if any(size % alignment for size in weight.shape[1:]):
                 raise ConfigError(
-                    f"{type(self._experts).__name__} has matrices of {tuple(weight.shape[1:])}, and the fp8 recipe in "
+                    f"{self._name} has matrices of {tuple(weight.shape[1:])}, and the fp8 recipe in "
                     f"use takes multiples of {alignment}: set ep_compute to auto, which computes experts in bf16."
                 )
         return alignment
@@ -124,7 +118,7 @@ class _Projection:
         if tensors.adapter is None:
             return result
         with load(_PYTORCH).autocast(enabled=False):
-            a, b = (self._ready(matrix, rows.dtype) for matrix in _widened(tensors.adapter, rows.dtype))
+            a, b = (self._ready(matrix, rows.dtype) for matrix in (tensors.adapter.a, tensors.adapter.b))
             thin = self._a(a, None, rows, splits)
             return result + tensors.adapter.scaling * self._b(b, None, thin, splits)
 
@@ -154,11 +148,3 @@ def _empty(engine: ModuleType, weight: Tensor, bias: Tensor | None) -> nn.Module
     return engine.GroupedLinear(
         num_experts, in_features, out_features, bias=bias is not None, params_dtype=weight.dtype, device="meta"
     )
-
-
-def _widened(adapter: LowRank, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Both matrices with a rank that suits GEMMs. What is added is zero, and so are its gradients."""
-    missing_ranks = -adapter.a.shape[1] % (_GEMM_BYTES // dtype.itemsize)
-    if not missing_ranks:
-        return adapter.a, adapter.b
-    return F.pad(adapter.a, (0, 0, 0, missing_ranks)), F.pad(adapter.b, (0, missing_ranks))

@@ -220,6 +220,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 f"weight tensor (shape={tuple(weights[0].size())})"
             )
         splits = m_splits.tolist()
+        require(inp.numel() > 0, "no rows at all: whether its kernels take that is not known")
         if recipe is not None:
             align = get_align_size_for_quantization(recipe)
             require(not any(size % align for size in splits), f"rows of a GEMM that are no multiple of {align}")
