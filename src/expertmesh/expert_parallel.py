@@ -24,6 +24,10 @@ from expertmesh.host_memory import untouched
 from expertmesh.mesh import ExpertMesh
 from expertmesh.recompute import recompute_experts
 
+# A route is no tensor, and what arrives has sizes that no compiler knows: compiled blocks are cut here. What is called
+# from here is compiled again: the experts' arithmetic, but not what a dispatcher does.
+_AROUND_DISPATCH = torch.compiler.disable(recursive=False, reason="tokens travel between ranks")
+
 
 class ExpertParallelForward:
     """The forward of an expert-parallel experts module: dispatch, compute, combine.
@@ -43,8 +47,7 @@ class ExpertParallelForward:
         self.compute = compute
         self.compute_dtype = compute_dtype
 
-    # A route is no tensor, and what arrives has sizes that no compiler can know: compiled blocks are cut here.
-    @torch.compiler.disable
+    @_AROUND_DISPATCH
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if hidden_states.ndim != 2:
             raise ModelError(
@@ -62,6 +65,7 @@ class ExpertParallelForward:
                 output = self._exchange_and_compute(*inputs)
         return output.to(hidden_states.dtype)
 
+    @_AROUND_DISPATCH
     def _exchange_and_compute(self, tokens: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """All parts of the batch are on their way before the first is waited for; results return under the next part's
         computation. Every rank has the same number of parts, some perhaps empty.
@@ -77,6 +81,7 @@ class ExpertParallelForward:
         outputs = [dispatcher.finish_combine(started) for started in returning]
         return outputs[0] if parts == 1 else torch.cat(outputs)
 
+    @_AROUND_DISPATCH
     def _compute(self, dispatched: Dispatched) -> Tensor:
         operands = (self._local_tensors(), dispatched.tokens, dispatched.row_weights, dispatched.rows)
         if self.plan.spec.has_post_expert_norm:

@@ -107,7 +107,7 @@ def divide_twice(model: nn.Module) -> None:
 def forget_division(model: nn.Module) -> None:
     """Experts outside of FSDP2 whose gradients nobody divides."""
     for experts in find_experts(model).values():
-        object.__setattr__(experts.forward.function, "gradient_scale", 1.0)
+        object.__setattr__(experts.forward.compute.function, "gradient_scale", 1.0)
 
 
 def mesh_cases(world_size: int) -> dict[str, Case]:

@@ -42,6 +42,10 @@ class SiluGate:
         silu = F.silu(gate)
 
         def backward(grad: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                # A compiler makes one kernel of it, and knows no output that is a part of a tensor.
+                grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+                return torch.cat((grad_gate, grad * silu), dim=-1)
             grad_projected = torch.empty_like(projected)
             grad_gate, grad_up = grad_projected.chunk(2, dim=-1)
             torch.mul(grad, silu, out=grad_up)

@@ -115,12 +115,30 @@ class ExpertLoop(ExpertGemm):
         return torch.mm(rows, matrices.to(rows.dtype))
 
 
+def _grouped_mm(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    # PyTorch 2.13 multiplies other dtypes too, but says for fake tensors, and so for compilers, that it does not.
+    if left.dtype == torch.bfloat16:
+        return F.grouped_mm(left, right, offs=offsets)
+    return _other_grouped_mm(left, right, offsets)
+
+
+@torch.library.custom_op("expertmesh::grouped_mm", mutates_args=())
+def _other_grouped_mm(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    return F.grouped_mm(left, right, offs=offsets)
+
+
+@_other_grouped_mm.register_fake
+def _(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    groups = (offsets.shape[0],) if right.ndim == 2 else ()
+    return left.new_empty(*groups, left.shape[0], right.shape[-1])
+
+
 class _GroupedGradient(WeightGradient):
     """One kernel for all experts."""
 
     def add(self, rows_in: Tensor, grad_out: Tensor, chunk: Chunk) -> None:
         left, right = (rows_in, grad_out) if self.is_transposed else (grad_out, rows_in)
-        gradient = F.grouped_mm(left.t(), right, offs=chunk.offsets)
+        gradient = _grouped_mm(left.t(), right, chunk.offsets)
         self.result = gradient if self.scale == 1 else gradient.mul_(self.scale)
 
 
@@ -144,4 +162,4 @@ class GroupedMM(ExpertGemm):
 
     def multiply(self, rows: Tensor, matrices: Tensor, chunk: Chunk) -> Tensor:
         """See `ExpertGemm.multiply`."""
-        return F.grouped_mm(rows, matrices.to(rows.dtype), offs=chunk.offsets)
+        return _grouped_mm(rows, matrices.to(rows.dtype), chunk.offsets)

@@ -21,6 +21,9 @@ class Underway:
     tensors: list[Tensor]
 
 
+_NOT_COMPILED = torch.compiler.disable(reason="tokens travel between ranks")
+
+
 class TransportDispatcher(TokenDispatcher[Route]):
     """Makes what a transport does differentiable, and lays out the rows where tokens arrive.
 
@@ -33,6 +36,7 @@ class TransportDispatcher(TokenDispatcher[Route]):
         self.counts_on_host = not transport.brings_rows
         self._handle = TransportHandle(transport)
 
+    @_NOT_COMPILED
     def start_dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Underway:
         """See `TokenDispatcher`."""
         routing = top_k_index.contiguous(), top_k_weights.float().contiguous()
@@ -40,6 +44,7 @@ class TransportDispatcher(TokenDispatcher[Route]):
         route = ops.plan(hidden_states, *routing, self._handle)
         return Underway(route, ops.send(hidden_states, *routing, route, self._handle))
 
+    @_NOT_COMPILED
     def finish_dispatch(self, started: Underway) -> Dispatched[Route]:
         """See `TokenDispatcher`."""
         route = started.route
@@ -53,10 +58,12 @@ class TransportDispatcher(TokenDispatcher[Route]):
         rows, row_weights = local_rows(weights, route.counts, route.rows_per_expert)
         return Dispatched(tokens, row_weights, rows, route)
 
+    @_NOT_COMPILED
     def start_combine(self, expert_output: Tensor, state: Route) -> Underway:
         """See `TokenDispatcher`."""
         return Underway(state, [ops.send_back(expert_output.contiguous(), state, self._handle)])
 
+    @_NOT_COMPILED
     def finish_combine(self, started: Underway) -> Tensor:
         """See `TokenDispatcher`."""
         return ops.come_back(self.transport, started.route, *started.tensors)
