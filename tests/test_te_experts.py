@@ -6,6 +6,7 @@ error that 8 bits make, and nothing from rows that only fill up.
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from emulation import te_device, te_recipe
 from emulation.install import installed
 from expertmesh_plugins.transformer_engine.expert_rows import PaddedRows
 from expertmesh_plugins.transformer_engine.experts import TransformerEngineExperts
+from processes import TESTS, run_ranks
 from ranks.families import BUILDERS, build_family
 from test_compute import (
     LAYOUTS,
@@ -186,7 +188,7 @@ def test_low_rank_adapters_are_a_sum_that_is_never_built(layout, which, rank):
         assert (found - truth).abs().max() <= 1e-5 * truth.abs().max()
 
 
-def run_on_rows(experts, hidden, index, weights):
+def run_on_rows(experts, hidden, index, weights, counts_on_host=False):
     """On rows as an engine brings them: each expert's filled up, and NaN behind the last."""
     spec = ExpertsSpec.of(experts)
     dispatched = LocalDispatcher(spec.num_experts).dispatch(hidden, index, weights)
@@ -197,17 +199,21 @@ def run_on_rows(experts, hidden, index, weights):
     num_used = int(padded.sum())
     token_index = dispatched.rows.token_index
     rows, row_weights = Expand.apply(hidden, dispatched.row_weights, token_index, slots, num_used + 24, num_used)
-    plan = ExpertRows(None, padded.tolist(), padded.cumsum(0).int(), num_used + 24)
+    plan = ExpertRows(None, padded.tolist() if counts_on_host else None, padded.cumsum(0).int(), num_used + 24)
     results = compute(experts, (tensors_of(experts), rows, row_weights, plan))
     return Collapse.apply(results, token_index, slots, hidden.shape[0], num_used)
 
 
+@pytest.mark.parametrize("counts_on_host", [True, False])
 @pytest.mark.parametrize("layout", ["qwen3_moe", "nemotron_h", "muse_spark"])
-def test_padded_rows_and_what_lies_behind_them_change_nothing(layout):
+def test_padded_rows_and_what_lies_behind_them_change_nothing(layout, counts_on_host):
     experts, (index, weights) = LAYOUTS[layout](), routing("few-experts")
     hidden = tokens_for(experts)
     expected = gradients(experts, lambda *inputs: run(experts, *inputs), hidden, index, weights)
-    assert_close(gradients(experts, lambda *inputs: run_on_rows(experts, *inputs), hidden, index, weights), expected)
+    assert_close(
+        gradients(experts, lambda *inputs: run_on_rows(experts, *inputs, counts_on_host), hidden, index, weights),
+        expected,
+    )
 
 
 def test_bf16_tokens_with_float32_weights_accumulate_in_float32():
@@ -260,6 +266,25 @@ def test_adapters_have_no_part_in_8_bits(engine, recipe):
     exact, plain = run(experts, hidden, index, weights, tensors=adapted), run(experts, hidden, index, weights)
     assert 0.01 < (found - exact).norm() / exact.norm() < 0.1
     assert (without - plain).norm() < (found - without).norm()
+
+
+def test_models_train_like_one_process():
+    rank_0, *_ = run_ranks(TESTS / "ranks" / "te_experts.py", 2)
+    results = json.loads(rank_0.stdout.splitlines()[-1])
+    rounded = {name for name in results if name.endswith("in 8 bits")}
+    bf16 = results.pop("bf16")
+    assert len(results) == 15 and len(rounded) == 3
+    beyond = {
+        f"{name}, {what}": error
+        for name in results.keys() - rounded
+        for what, error in results[name].items()
+        if not error <= 1e-5
+    }
+    assert not beyond
+    # No further from float32 than one process that computes in bfloat16.
+    assert bf16["loss"] < 1e-3 and bf16["gradient"] <= 1.1 * bf16["one_bf16_process"]
+    assert all(1e-4 < results[name]["loss"] < 1e-2 and results[name]["norm"] < 0.03 for name in rounded)
+    assert results["recomputed in 8 bits"] == results["trained in 8 bits"]
 
 
 def test_it_refuses_by_name_what_it_cannot_compute(engine, monkeypatch):

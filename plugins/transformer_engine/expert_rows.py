@@ -26,7 +26,7 @@ class PaddedRows:
 
     def __init__(self, rows: ExpertRows, alignment: int) -> None:
         self._rows = rows
-        self._counts = rows.rows_per_expert
+        self._counts = _counts(rows)
         self._num_used = sum(self._counts)
         self.splits = [-(-count // alignment) * alignment for count in self._counts]
         if self._num_used == 0:
@@ -69,6 +69,13 @@ class PaddedRows:
         before = [end - size for end, size in zip(accumulate(self._counts), self._counts, strict=True)]
         shift, counts = torch.tensor([[b - a for a, b in zip(before, behind, strict=True)], self._counts]).to(device)
         return torch.arange(self._num_used, device=device) + shift.repeat_interleave(counts, output_size=self._num_used)
+
+
+def _counts(rows: ExpertRows) -> list[int]:
+    """How many rows each expert has. Where the dispatcher left it on the device, this waits for the device."""
+    if rows.rows_per_expert is not None:
+        return rows.rows_per_expert
+    return rows.offsets.diff(prepend=rows.offsets.new_zeros(1)).tolist()
 
 
 class _Gather(torch.autograd.Function):

@@ -8,7 +8,8 @@ scales its input, before that is rounded, and not its output.
 With 8 bits (`te.autocast`) each expert's rows are filled up with zeros to what the recipe asks for; adapters are
 computed in the dtype of the rows.
 
-Transformer Engine keeps the gathered rows for its backward (with 8 bits as those), which `routed` gathers anew.
+Transformer Engine keeps the gathered rows for its backward (with 8 bits as those), which `routed` gathers anew. It
+splits rows on the host: with a dispatcher that leaves the counts on the device, each call waits for the device once.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class TransformerEngineExperts(ExpertCompute):
     """See the module's docstring."""
 
-    # Transformer Engine splits the rows on the host.
-    needs_counts_on_host: ClassVar[bool] = True
+    # Transformer Engine does, as it splits the rows on the host; where a dispatcher does not bring them they are read.
+    needs_counts_on_host: ClassVar[bool] = False
 
     @classmethod
     def refusal(cls, experts: nn.Module, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device) -> str | None:
