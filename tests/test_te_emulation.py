@@ -96,6 +96,10 @@ def test_grouped_linear_multiplies_each_split_with_its_own():
     torch.testing.assert_close(result, expected)
     result.sum().backward()
     assert not grouped.weight1.grad.any() and grouped.weight2.grad.any()
+    with pytest.raises(EmulationError, match="a second backward"):
+        total = grouped(x, [4, 0, 6]).sum()
+        total.backward(retain_graph=True)
+        total.backward()
     with pytest.raises(RuntimeError, match="split_with_sizes"):
         grouped(x, torch.tensor([4, 0, 5]))
 

@@ -55,3 +55,10 @@ def test_the_real_one_is_as_the_snapshot_says(wheel):
 def test_its_own_kernels_permute_as_the_emulation_does(wheel):
     pytest.importorskip("triton", reason="triton, which interprets its kernels, is not installed")
     assert program("kernels.py", wheel, TRITON_INTERPRET="1") == "[]"
+
+
+def test_experts_are_computed_as_by_loop_on_its_own_python(wheel):
+    errors = json.loads(program("experts.py", wheel))
+    # Output, tokens, weights, two projections; with biases and with adapters two and four more.
+    assert len(errors) == 5 + 7 + 9 + 11
+    assert max(errors) <= 1e-5

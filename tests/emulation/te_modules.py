@@ -77,6 +77,17 @@ def _normal(tensor: Tensor) -> None:
     nn.init.normal_(tensor, mean=0.0, std=0.023)
 
 
+def _only_once() -> Callable[[Tensor], None]:
+    """A hook that refuses a second backward: the first one frees what was kept, whoever retains the graph."""
+    passed = []
+
+    def hook(grad: Tensor) -> None:
+        require(not passed, "clear_tensor_data: a second backward multiplies with empty inputs")
+        passed.append(True)
+
+    return hook
+
+
 def _not_emulated(**options: object) -> None:
     for name, value in options.items():
         if value:
@@ -231,7 +242,10 @@ class GroupedLinear(TransformerEngineBaseModule):
             )
             for i, rows in enumerate(inp.reshape(-1, inp.shape[-1]).split(splits))
         ]
-        return torch.cat(results).view(*inp.shape[:-1], self.out_features)
+        result = torch.cat(results).view(*inp.shape[:-1], self.out_features)
+        if result.requires_grad:
+            result.register_hook(_only_once())
+        return result
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *arguments: object) -> None:
         """Stacked weights and biases are taken too."""
