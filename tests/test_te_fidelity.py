@@ -62,3 +62,9 @@ def test_experts_are_computed_as_by_loop_on_its_own_python(wheel):
     # Output, tokens, weights, two projections; with biases and with adapters two and four more.
     assert len(errors) == 5 + 7 + 9 + 11
     assert max(errors) <= 1e-5
+
+
+def test_its_own_attention_computes_what_the_emulations_does(wheel):
+    errors = json.loads(program("attention.py", wheel, NVTE_FLASH_ATTN="0", NVTE_FUSED_ATTN="0"))
+    assert len(errors) == 16
+    assert max(errors.values()) <= 1e-6
