@@ -68,3 +68,10 @@ def test_its_own_attention_computes_what_the_emulations_does(wheel):
     errors = json.loads(program("attention.py", wheel, NVTE_FLASH_ATTN="0", NVTE_FUSED_ATTN="0"))
     assert len(errors) == 16
     assert max(errors.values()) <= 1e-6
+
+
+def test_its_own_linear_takes_parameters_over(wheel):
+    errors = json.loads(program("linear.py", wheel))
+    # Output and input; weight and bias where they are trained.
+    assert len(errors) == 4 + 2 + 3 + 2
+    assert max(errors) <= 1e-6

@@ -21,44 +21,9 @@ from expertmesh.compute.protocol import ExpertCompute
 from expertmesh.compute.routed import ExpertTensors
 from expertmesh.dispatch.local import LocalDispatcher
 from expertmesh.experts import ExpertsSpec, find_experts
-from te_fidelity.real import install
+from te_fidelity.gemm import on_the_cpu
 
 TOKENS, TOP_K, RANK = 40, 3, 4
-
-
-def general_grouped_gemm(
-    A: list[Tensor],
-    B: list[Tensor],
-    out: list[Tensor],
-    quantization_params: list[None],
-    out_dtype: torch.dtype,
-    layout: str = "TN",
-    m_splits: list[int] | None = None,
-    grad: bool = False,
-    bias: list[Tensor] | None = None,
-    use_bias: bool = False,
-    single_output: bool = False,
-    **options: object,
-) -> tuple[list[Tensor], list[Tensor] | None, None]:
-    """Theirs, in PyTorch. "TN": rows by weights; "NN": gradients by weights; "NT": gradients by rows."""
-    results = out[0].split(m_splits) if single_output else out
-    for i, (a, b, result) in enumerate(zip(A, B, results, strict=True)):
-        product = {"TN": lambda a, b: b @ a.t(), "NN": lambda a, b: b @ a, "NT": lambda a, b: b.t() @ a}[layout](a, b)
-        result.copy_(product + bias[i] if use_bias and not grad else product)
-    return out, [b.sum(0) for b in B] if grad and use_bias else bias, None
-
-
-def on_the_cpu(folder: Path) -> None:
-    """Let the real modules compute here."""
-    install(folder)
-    from transformer_engine.pytorch import utils
-    from transformer_engine.pytorch.module import grouped_linear
-
-    grouped_linear.general_grouped_gemm = general_grouped_gemm
-    utils._empty_tensor = lambda: torch.empty(0)
-    # They ask the input.
-    torch.Tensor.is_cuda = property(lambda tensor: True)
-    torch.cuda.is_current_stream_capturing = lambda: False
 
 
 def outcome(kind: type[ExpertCompute], with_bias: bool, with_adapters: bool) -> list[Tensor]:
