@@ -10,6 +10,8 @@ Autograd runs their backward on the same streams and orders the two by events it
 
 A block calls its shared experts before or after the routed ones. Where it calls them before, their result may stay
 awaited only if the block does not look at it until the routed ones have run, which its source tells.
+
+Compilers know no streams: in a compiled block the shared experts are computed where it calls them.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class SharedExpertsAhead:
         experts.register_forward_hook(self._wait)
 
     def _start(self, block: nn.Module, args: tuple[Any, ...]) -> None:
-        if not args:
+        if not args or torch.compiler.is_compiling():
             self._ahead = None
             return
         hidden = args[0]
@@ -62,6 +64,8 @@ class SharedExpertsAhead:
         self._ahead = hidden, result
 
     def _answer(self, hidden: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._compute(hidden)
         ahead, self._ahead = self._ahead, None
         if ahead is None or not _is_same(hidden, ahead[0]):
             return self._compute(hidden)
@@ -70,7 +74,8 @@ class SharedExpertsAhead:
         return ahead[1].view(*hidden.shape[:-1], ahead[1].shape[-1])
 
     def _wait(self, *_: Any) -> None:
-        self._streams.current_stream().wait_stream(self._side)
+        if not torch.compiler.is_compiling():
+            self._streams.current_stream().wait_stream(self._side)
 
 
 def run_shared_experts_ahead(model: nn.Module, called_experts: Collection[nn.Module], device: torch.device) -> None:

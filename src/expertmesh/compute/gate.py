@@ -67,10 +67,8 @@ class ModelGate:
 
     def pullback(self, projected: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """See `Gate`."""
-        with torch.enable_grad():
-            leaf = projected.detach().requires_grad_()
-            activation = self.function(leaf)
-        return activation.detach(), lambda grad: torch.autograd.grad(activation, leaf, grad)[0]
+        activation, pullback = torch.func.vjp(self.function, projected)
+        return activation, lambda grad: pullback(grad)[0]
 
 
 def gate_of(experts: nn.Module, spec: ExpertsSpec) -> Gate:
