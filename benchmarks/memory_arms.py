@@ -160,6 +160,9 @@ def adam(model: nn.Module) -> torch.optim.Adam:
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
     """Forward, backward and update; `tokens` `[1, sequence]`."""
-    model(input_ids=tokens, labels=tokens).loss.backward()
+    # Of fake positions Transformers cannot tell that they are one sequence, and would make a mask; of a mask it can.
+    with unset_fake_temporarily():
+        everything = torch.ones(tokens.shape, dtype=torch.long)
+    model(input_ids=tokens, attention_mask=everything, labels=tokens).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
