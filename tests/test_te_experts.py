@@ -30,6 +30,9 @@ from test_compute import (
     merged,
     routing,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from expertmesh.compute.by_gemm import Loop
 from expertmesh.compute.normed import normed_experts
@@ -259,6 +262,52 @@ def test_adapters_have_no_part_in_8_bits(engine, recipe):
     exact, plain = run(experts, hidden, index, weights, tensors=adapted), run(experts, hidden, index, weights)
     assert 0.01 < (found - exact).norm() / exact.norm() < 0.1
     assert (without - plain).norm() < (found - without).norm()
+
+
+class Storages(TorchDispatchMode):
+    """Notes what is allocated, to say how much of it is still there."""
+
+    def __init__(self, parameters):
+        super().__init__()
+        self.sizes = {}
+        self.parameters = {parameter.untyped_storage()._cdata for parameter in parameters}
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.parameters:
+                    self.sizes[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    @property
+    def num_bytes(self):
+        return sum(size for storage, size in self.sizes.values() if not storage.expired())
+
+
+@pytest.mark.parametrize("recipe", [None, "float8_current_scaling"])
+def test_it_keeps_for_backward_what_loop_keeps(engine, recipe):
+    experts, (index, weights) = wide(), routing("even")
+    tokens, spec = tokens_for(experts).requires_grad_(), ExpertsSpec.of(experts)
+    dispatched = LocalDispatcher(8).dispatch(tokens, index, weights)
+    operands = (tensors_of(experts), dispatched.tokens, dispatched.row_weights, dispatched.rows)
+
+    def kept(kind):
+        computed = kind(experts, spec, 1.0)
+        with Storages(experts.parameters()) as storages:
+            output = computed(*operands)
+        del computed
+        return storages.num_bytes, output
+
+    with engine.autocast(enabled=recipe is not None, recipe=RECIPES.get(recipe)):
+        ours, output = kept(TransformerEngineExperts)
+    theirs, _ = kept(Loop)
+    num_rows, padded = TOKENS * TOP_K, sum(-(-count // 16) * 16 for count in dispatched.rows.rows_per_expert)
+    # The up projection's output, and a few integers a row.
+    few = 64 * num_rows + 4096
+    assert ours <= theirs * (1 if recipe is None else padded / num_rows) + few
+    assert not torch.isnan(torch.autograd.grad(output.sum(), tokens)[0]).any()
 
 
 def test_models_train_like_one_process():

@@ -33,11 +33,16 @@ class PaddedRows:
             self.splits[0] = alignment
         self._slots = self._where() if self.splits != self._counts else None
 
+    @property
+    def are_tokens(self) -> bool:
+        """Whether the rows are the tokens themselves, or the first of them."""
+        return self._rows.token_index is None and self._slots is None
+
     def gather(self, tokens: Tensor) -> Tensor:
         """`[received, width]` to `[sum of splits, width]`."""
-        index = self._rows.token_index
-        if index is None and self._slots is None:
+        if self.are_tokens:
             return self._used(tokens)
+        index = self._rows.token_index
         return _Gather.apply(tokens, index, self._slots, self._num_used, sum(self.splits))
 
     def gather_weights(self, row_weights: Tensor) -> Tensor:

@@ -8,18 +8,23 @@ scales its input, before that is rounded, and not its output.
 With 8 bits (`te.autocast`) each expert's rows are filled up with zeros to what the recipe asks for; adapters are
 computed in the dtype of the rows.
 
-Transformer Engine keeps the gathered rows for its backward (with 8 bits as those), which `routed` gathers anew. It
-splits rows on the host: with a dispatcher that leaves the counts on the device, each call waits for the device once.
+As in `routed`, the gathered rows and the activation are not kept for the backward, but made anew: Transformer Engine
+would keep them. With 8 bits it keeps its rounded ones, half as large.
+
+Transformer Engine splits rows on the host: with a dispatcher that leaves the counts on the device, each call waits for
+the device once.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import ClassVar
 
 import torch
 from expertmesh_plugins.transformer_engine.engine import load, missing
 from expertmesh_plugins.transformer_engine.expert_rows import Gated, PaddedRows, scaled_gradient
+from expertmesh_plugins.transformer_engine.remade import remade
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -77,12 +82,28 @@ class TransformerEngineExperts(ExpertCompute):
         """
         padded = PaddedRows(rows, self._alignment(tensors))
         weights = padded.gather_weights(row_weights)
-        projected = self._up(tensors.up, padded.gather(tokens), padded.splits)
-        activation = Gated.apply(self._gate, projected, None if self._weighs_last else weights)
-        results = padded.only_real(self._down(tensors.down, activation, padded.splits))
+        projected = self._project(tensors.up, tokens, padded)
+        results = self._project_back(tensors.down, projected, None if self._weighs_last else weights, padded)
         if self._weighs_last:
             results = results.float() * padded.only_real(weights)
         return padded.sum_by_token(results, tokens)
+
+    def _project(self, up: ProjectionTensors, tokens: Tensor, padded: PaddedRows) -> Tensor:
+        gathered = padded.gather(tokens)
+        if padded.are_tokens:
+            return self._up(up, gathered, padded.splits)
+        kept = tokens.detach()
+        with remade(gathered, lambda: padded.gather(kept)):
+            return self._up(up, gathered, padded.splits)
+
+    def _project_back(
+        self, down: ProjectionTensors, projected: Tensor, weights: Tensor | None, padded: PaddedRows
+    ) -> Tensor:
+        gated = partial(Gated.apply, self._gate)
+        activation = gated(projected, weights)
+        kept = [None if tensor is None else tensor.detach() for tensor in (projected, weights)]
+        with remade(activation, lambda: gated(*kept)):
+            return padded.only_real(self._down(down, activation, padded.splits))
 
     def _alignment(self, tensors: ExpertTensors) -> int:
         """What the rows of each expert have to be a multiple of."""
