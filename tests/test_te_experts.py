@@ -315,7 +315,7 @@ def test_models_train_like_one_process():
     results = json.loads(rank_0.stdout.splitlines()[-1])
     rounded = {name for name in results if name.endswith("in 8 bits")}
     bf16 = results.pop("bf16")
-    assert len(results) == 15 and len(rounded) == 3
+    assert len(results) == 17 and len(rounded) == 3
     beyond = {
         f"{name}, {what}": error
         for name in results.keys() - rounded

@@ -74,6 +74,8 @@ class TransformerEngineExperts(ExpertCompute):
         self._up = _Projection(gradient_scale)
         self._down = _Projection(gradient_scale)
 
+    # `GroupedLinear` cuts compiled graphs itself, again and again.
+    @torch.compiler.disable
     def __call__(self, tensors: ExpertTensors, tokens: Tensor, row_weights: Tensor, rows: ExpertRows) -> Tensor:
         """See `ExpertCompute.__call__`.
 
