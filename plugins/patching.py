@@ -6,16 +6,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-_ORIGINAL = "__expertmesh_original__"
+_DIVERSIONS = "__expertmesh_diversions__"
 
 
 def divert(owner: type, name: str, ours: Callable[..., Any], concerns: Callable[[Any], bool]) -> None:
     """Let `ours(original, self, ...)` answer the method `owner.name` wherever `concerns(self)`; idempotent.
 
-    `original` is the method as the engine defined it, still to be given `self`.
+    `original` is the method as it was found, still to be given `self`: the engine's, or an earlier diversion of it.
     """
     original = getattr(owner, name)
-    if hasattr(original, _ORIGINAL):
+    diversions = getattr(original, _DIVERSIONS, ())
+    if ours in diversions:
         return
 
     @functools.wraps(original)
@@ -24,5 +25,5 @@ def divert(owner: type, name: str, ours: Callable[..., Any], concerns: Callable[
             return original(self, *args, **kwargs)
         return ours(original, self, *args, **kwargs)
 
-    setattr(method, _ORIGINAL, original)
+    setattr(method, _DIVERSIONS, (*diversions, ours))
     setattr(owner, name, method)

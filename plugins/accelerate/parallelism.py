@@ -127,6 +127,7 @@ def _patch_transformers() -> None:
     if "transformers.trainer" in sys.modules:
         import_module(f"{plugin}.trainer").patch_trainer()
         import_module(f"{plugin}.balance").patch_trainer()
+        import_module(f"{plugin}.loss").patch_trainer()
 
 
 def _world_size() -> int:

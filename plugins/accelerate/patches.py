@@ -8,7 +8,8 @@ tests/test_deferred_load.py:
 - `accelerate.Accelerator.get_state_dict`: adapters of experts as PEFT stores them (tests/test_peft.py).
 - `accelerate.Accelerator.end_training`: first waits for a checkpoint that is written in the background, and for the
   other ranks, and ends what engines hold (tests/test_engines.py).
-- `accelerate.Accelerator.prepare`: first gives models with routed experts what balances them, in one process too.
+- `accelerate.Accelerator.prepare`: first gives models with routed experts what balances them, and language models their
+  loss without logits (tests/test_loss.py), in one process too.
 - `accelerate.Accelerator.backward`: first adds the z-loss to the loss (both: tests/test_balance.py).
 - `accelerate.accelerator.fsdp2_prepare_model`: a model whose weights were left in their files gets them once
   sharded, and trainable weights that ranks drew become equal on all replicas (tests/test_peft_traps.py).
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from expertmesh.balance import balance, join_waiting
 from expertmesh.checkpoint.checkpoint import wait_for_checkpoints
 from expertmesh.dispatch import close_engines
+from expertmesh.loss import take_loss_without_logits
 
 
 def patch_accelerate() -> None:
@@ -61,7 +63,9 @@ def _end_training(original: Callable[[Accelerator], None], accelerator: Accelera
 def _balance_and_prepare(original: Callable[..., Any], accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
     for model in objects:
         if isinstance(model, nn.Module):
-            balance(model, accelerator.parallelism_config.expert_parallel, z_loss_to_returned=False)
+            config = accelerator.parallelism_config.expert_parallel
+            balance(model, config, z_loss_to_returned=False)
+            take_loss_without_logits(model, config, accelerator.device)
     return original(accelerator, *objects, **options)
 
 

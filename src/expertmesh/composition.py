@@ -33,6 +33,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.expert_parallel import Replaced, install_forward, plan_experts, shard_by_expert
 from expertmesh.experts import check_divisible, find_experts
 from expertmesh.host_memory import keep_freed_memory
+from expertmesh.loss import take_loss_without_logits
 from expertmesh.mesh import ExpertMesh, build_dense_mesh, build_expert_mesh
 from expertmesh.norms import keep_less
 from expertmesh.overlap import run_shared_experts_ahead
@@ -178,6 +179,7 @@ def parallelize(
     check_model(model, config)
     balance(model, config)
     device = torch.device(device) if device is not None else _default_device()
+    take_loss_without_logits(model, config, device)
     dense_mesh = build_dense_mesh(config, device.type)
     options = {"mp_policy": mp_policy or MixedPrecisionPolicy(), "reshard_after_forward": reshard_after_forward}
     if config.ep_activation_checkpointing in OF_BLOCKS:
