@@ -21,6 +21,7 @@ from expertmesh.compute.normed import normed_experts
 from expertmesh.compute.projection import LowRank, ProjectionTensors
 from expertmesh.compute.routed import ExpertTensors
 from expertmesh.compute.select import COMPUTES
+from expertmesh.compute.triton import TritonExperts
 from expertmesh.dispatch.local import LocalDispatcher
 from expertmesh.dispatch.rows import ExpertRows
 from expertmesh.errors import ConfigError
@@ -262,7 +263,7 @@ def chosen(name, experts, dtype=torch.float32, device="cpu", counts_on_host=True
 
 
 def test_unknown_compute_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="auto or one of grouped_mm, loop"):
+    with pytest.raises(ConfigError, match="auto or one of grouped_mm, loop, triton"):
         chosen("cutlass", from_model("qwen3_moe"))
 
 
@@ -270,8 +271,16 @@ def test_auto_takes_what_suits_the_device_and_what_the_dispatcher_says():
     experts = from_model("qwen3_moe")
     assert chosen("auto", experts) is Loop
     assert chosen("auto", experts, counts_on_host=False) is Grouped
-    assert chosen("auto", experts, device="cuda") is Grouped
+    assert chosen("auto", experts, device="cuda") is TritonExperts
+    assert chosen("auto", from_model("gpt_oss"), device="cuda") is Grouped
     assert chosen("auto", experts, device="cuda", dtype=torch.float64) is Loop
+
+
+def test_triton_is_refused_where_its_kernels_do_not_run_and_for_another_gate():
+    with pytest.raises(ConfigError, match="run on CUDA, and the experts are on cpu: set ep_compute to auto"):
+        chosen("triton", from_model("qwen3_moe"))
+    with pytest.raises(ConfigError, match=r"GptOssExperts computes something else .*: set ep_compute to grouped_mm"):
+        chosen("triton", from_model("gpt_oss"), device="cuda")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from expertmesh.compute.between import Between, PlainBetween
 from expertmesh.compute.gate import gate_of
 from expertmesh.compute.gemm import ExpertGemm, ExpertLoop, GroupedMM
 from expertmesh.compute.protocol import ExpertCompute
@@ -25,7 +26,12 @@ class ByGemm(ExpertCompute):
     gemm: ClassVar[type[ExpertGemm]]
 
     def __init__(self, experts: nn.Module, spec: ExpertsSpec, gradient_scale: float) -> None:
-        self.function = ExpertFunction(gate_of(experts, spec), self.gemm(), spec.is_transposed, gradient_scale)
+        self.function = ExpertFunction(self.between(experts, spec), self.gemm(), spec.is_transposed, gradient_scale)
+
+    @classmethod
+    def between(cls, experts: nn.Module, spec: ExpertsSpec) -> Between:
+        """What is done to rows between the GEMMs."""
+        return PlainBetween(gate_of(experts, spec))
 
     def __call__(self, tensors: ExpertTensors, tokens: Tensor, row_weights: Tensor, rows: ExpertRows) -> Tensor:
         """See `ExpertCompute`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
-from expertmesh.compute.gate import Gate
+from expertmesh.compute.between import Between
 from expertmesh.compute.gemm import Chunk, ExpertGemm
 from expertmesh.compute.projection import LowRank, Projection, ProjectionBackward, ProjectionTensors
 from expertmesh.dispatch.rows import ExpertRows, RowRange
@@ -30,13 +30,13 @@ class ExpertFunction:
     """What is computed, apart from the tensors.
 
     Attributes:
-        gate: what lies between the projections.
+        between: what is done to rows between the GEMMs.
         gemm: how rows are multiplied.
         is_transposed: how the weights are stored, see `ExpertsSpec`.
         gradient_scale: factor on the gradients of weights and biases (not on those of tokens).
     """
 
-    gate: Gate
+    between: Between
     gemm: ExpertGemm
     is_transposed: bool
     gradient_scale: float
@@ -100,19 +100,19 @@ class _RoutedExperts(torch.autograd.Function):
             Projection(gemm, tensors, function.is_transposed, tokens.dtype) for tensors in (experts.up, experts.down)
         )
         ranges, weights = _by_chunk(chunks, rows, row_weights.unsqueeze(1))
-        output = rows.new_total(tokens)
+        output = function.between.total(rows, tokens)
         kept = []
         for i, chunk in enumerate(chunks):
             projected = up(ranges[i].gather(tokens), i, chunk)
-            result = down(function.gate(projected), i, chunk)
-            ranges[i].add_to(output, result.float().mul_(weights[i]))
+            result = down(function.between.activation(projected), i, chunk)
+            output.add(ranges[i], result, weights[i])
             if keep:
                 kept.append(projected)
         if keep:
             scalings = tuple(tensors.adapter and tensors.adapter.scaling for tensors in (experts.up, experts.down))
             ctx.function, ctx.scalings, ctx.rows, ctx.chunks = function, scalings, rows, chunks
             ctx.save_for_backward(tokens, row_weights, *leaves, *kept)
-        return output.to(tokens.dtype)
+        return output.result()
 
     @staticmethod
     @once_differentiable
@@ -130,33 +130,28 @@ class _RoutedExperts(torch.autograd.Function):
             )
             for start, scaling in zip((0, _LEAVES), ctx.scalings, strict=True)
         )
-        weights = row_weights.unsqueeze(1).to(tokens.dtype)
-        ranges, weights = _by_chunk(ctx.chunks, ctx.rows, weights)
-        grad_tokens = ctx.rows.new_total(tokens)
+        ranges, weights = _by_chunk(ctx.chunks, ctx.rows, row_weights.unsqueeze(1))
+        grad_tokens = function.between.total(ctx.rows, tokens)
         grad_row_weights = []
 
         for i, (chunk, projected) in enumerate(zip(ctx.chunks, kept, strict=True)):
             grad_result = ranges[i].gather(grad_output)
-            activation, gate_backward = function.gate.pullback(projected)
-
             grad_activation = down.rows(grad_result, i, chunk)
-            grad_weight = (grad_activation * activation).sum(1, dtype=torch.float32)
+            gate = function.between.gate_gradients(projected, grad_activation, weights[i], down.needs_parameters)
             bias_share = down.bias_share(grad_result, chunk)
-            grad_row_weights.append(grad_weight if bias_share is None else grad_weight + bias_share)
+            grad_row_weights.append(gate.row_weights if bias_share is None else gate.row_weights + bias_share)
             if down.needs_parameters:
-                down.parameters(activation * weights[i], grad_result, i, chunk, weights[i])
-
-            grad_projected = gate_backward(grad_activation.mul_(weights[i]))
+                down.parameters(gate.weighted_activation, grad_result, i, chunk, weights[i].to(tokens.dtype))
             if up.needs_parameters:
-                up.parameters(ranges[i].gather(tokens), grad_projected, i, chunk)
-            ranges[i].add_to(grad_tokens, up.rows(grad_projected, i, chunk))
+                up.parameters(ranges[i].gather(tokens), gate.projected, i, chunk)
+            grad_tokens.add(ranges[i], up.rows(gate.projected, i, chunk))
 
         return (
             None,
             None,
             None,
             None,
-            grad_tokens.to(tokens.dtype),
+            grad_tokens.result(),
             _filled_up(torch.cat(grad_row_weights), ctx.rows.num_rows),
             *up.gradients,
             *down.gradients,

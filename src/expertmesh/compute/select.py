@@ -7,12 +7,13 @@ from torch import nn
 
 from expertmesh.compute.by_gemm import Grouped, Loop
 from expertmesh.compute.protocol import ExpertCompute
+from expertmesh.compute.triton import TritonExperts
 from expertmesh.errors import ConfigError
 from expertmesh.experts import ExpertsSpec
 from expertmesh.extensions import Extensions
 
 COMPUTES: Extensions[ExpertCompute] = Extensions(
-    "ep_compute", "expertmesh.computes", {"grouped_mm": Grouped, "loop": Loop}
+    "ep_compute", "expertmesh.computes", {"grouped_mm": Grouped, "loop": Loop, "triton": TritonExperts}
 )
 
 
@@ -30,7 +31,7 @@ def choose_compute(
 ) -> type[ExpertCompute]:
     """What `ep_compute` means for one experts module.
 
-    `auto` is `loop` on a CPU, and `grouped_mm` elsewhere and where counts stay on the device.
+    `auto` is `loop` on a CPU whose host knows the counts, `triton` elsewhere where it can, else `grouped_mm`.
 
     Args:
         name: `auto`, or one of `COMPUTES`.
@@ -52,7 +53,7 @@ def choose_compute(
 def _automatic(
     experts: nn.Module, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device, counts_on_host: bool
 ) -> type[ExpertCompute]:
-    best_first = (Loop, Grouped) if device.type == "cpu" else (Grouped, Loop)
+    best_first = (Loop, Grouped) if device.type == "cpu" else (TritonExperts, Grouped, Loop)
     reasons = []
     for compute in best_first:
         reason = _refusal(compute, experts, spec, dtype, device, counts_on_host)
