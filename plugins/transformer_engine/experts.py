@@ -5,8 +5,8 @@ model's stacked weights, whose gradients return to the stack. The function is th
 equal to it in float32. In fewer bits it is rounded elsewhere: where the down projection has no bias, the routing weight
 scales its input, before that is rounded, and not its output.
 
-With 8 bits (`te.autocast`) each expert's rows are filled up with zeros to what the recipe asks for; adapters are
-computed in the dtype of the rows.
+With 8 bits (`te.autocast`, or the recipe that the experts were told to use, see `recipe`) each expert's rows are filled
+up with zeros to what the recipe asks for; adapters are computed in the dtype of the rows.
 
 As in `routed`, the gathered rows and the activation are not kept for the backward, but made anew: Transformer Engine
 would keep them. With 8 bits it keeps its rounded ones, half as large.
@@ -24,6 +24,7 @@ from typing import ClassVar
 import torch
 from expertmesh_plugins.transformer_engine.engine import load, missing
 from expertmesh_plugins.transformer_engine.expert_rows import Gated, PaddedRows, scaled_gradient
+from expertmesh_plugins.transformer_engine.recipe import in_bits_of, recipe_of
 from expertmesh_plugins.transformer_engine.remade import remade
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -68,6 +69,7 @@ class TransformerEngineExperts(ExpertCompute):
 
     def __init__(self, experts: nn.Module, spec: ExpertsSpec, gradient_scale: float) -> None:
         self._name = type(experts).__name__
+        self._recipe = recipe_of(experts)
         # A bias is added to the down projection, and has to be weighted too.
         self._weighs_last = spec.has_bias
         self._gate = gate_of(experts, spec)
@@ -82,6 +84,10 @@ class TransformerEngineExperts(ExpertCompute):
         Raises:
             ConfigError: the experts' dimensions do not suit the recipe of 8 bits that is in use.
         """
+        with in_bits_of(self._recipe):
+            return self._compute(tensors, tokens, row_weights, rows)
+
+    def _compute(self, tensors: ExpertTensors, tokens: Tensor, row_weights: Tensor, rows: ExpertRows) -> Tensor:
         padded = PaddedRows(rows, self._alignment(tensors))
         weights = padded.gather_weights(row_weights)
         projected = self._project(tensors.up, tokens, padded)

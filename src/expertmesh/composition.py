@@ -33,6 +33,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.expert_parallel import Replaced, install_forward, plan_experts, shard_by_expert
 from expertmesh.experts import check_divisible, find_experts
 from expertmesh.host_memory import keep_freed_memory
+from expertmesh.layers import check_layers, replace_layers
 from expertmesh.loss import take_loss_without_logits
 from expertmesh.mesh import ExpertMesh, build_dense_mesh, build_expert_mesh
 from expertmesh.norms import keep_less
@@ -61,10 +62,11 @@ def check_model(model: nn.Module, config: ExpertParallelConfig) -> dict[str, nn.
 
     Raises:
         ModelError: no routed experts, or a number of experts that `ep_size` does not divide.
-        ConfigError: a dispatcher or compute that cannot be built.
+        ConfigError: a dispatcher, compute or layers that do not exist.
     """
     check_dispatcher(config.ep_dispatcher)
     check_compute(config.ep_compute)
+    check_layers(config.ep_layers)
     experts = find_experts(model)
     check_divisible(experts, config.ep_size)
     return experts
@@ -78,6 +80,7 @@ def apply_expert_parallel(
     device: torch.device,
     fsdp_options: dict[str, Any],
     trainable_dtype: torch.dtype | None = None,
+    fp8: bool = False,
 ) -> ShardedExperts:
     """Shard every experts module by expert, and over `(dp_replicate, efsdp)` where ranks share experts.
 
@@ -93,11 +96,13 @@ def apply_expert_parallel(
         device: where the weights are computed.
         fsdp_options: keyword arguments of `fully_shard` other than the mesh, `mp_policy` among them.
         trainable_dtype: store trainable routed parameters in this dtype (float32 master weights).
+        fp8: let layers multiply in 8 bits, see `replace_layers`.
 
     Raises:
-        ModelError, ConfigError: see `check_model`; nothing has been touched then.
+        ModelError, ConfigError: see `check_model` and `replace_layers`; nothing has been touched then.
     """
     modules = check_model(model, config)
+    replace_layers(model, config, device, fp8)
     if config.ep_layers == "auto":
         keep_less(model)
     compute_dtype = fsdp_options["mp_policy"].param_dtype
@@ -152,6 +157,7 @@ def parallelize(
     device: torch.device | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
+    fp8: bool = False,
 ) -> nn.Module:
     """Compose expert parallelism, activation checkpointing and FSDP2 on a model, without Accelerate. Collective.
 
@@ -164,6 +170,7 @@ def parallelize(
         device: where to train; by default the current accelerator, or the CPU.
         mp_policy: FSDP2's mixed precision.
         reshard_after_forward: whether gathered weights are freed between forward and backward.
+        fp8: multiply in 8 bits, as `config.ep_fp8_recipe` says; `config.ep_layers` has to be an engine's that can.
 
     Returns:
         The same model.
@@ -185,7 +192,8 @@ def parallelize(
     if config.ep_activation_checkpointing in OF_BLOCKS:
         for parent, name, block in list(_blocks(model)):
             setattr(parent, name, checkpoint_wrapper(block, preserve_rng_state=False))
-    sharded = apply_expert_parallel(model, config, build_expert_mesh(config, device.type), dense_mesh, device, options)
+    mesh = build_expert_mesh(config, device.type)
+    sharded = apply_expert_parallel(model, config, mesh, dense_mesh, device, options, fp8=fp8)
     ignored = set(sharded.unmanaged)
     for _, _, block in list(_blocks(model)):
         fully_shard(block, mesh=dense_mesh, ignored_params=ignored, **options)
