@@ -8,6 +8,7 @@ import pytest
 import torch
 from expertmesh_plugins.transformers import loss as plugin
 from peft import LoraConfig, get_peft_model
+from processes import TESTS, run_ranks
 from ranks.models import FAMILIES, VOCABULARY, build
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -223,3 +224,7 @@ def test_what_has_another_loss_or_asks_for_its_own_is_left_alone():
 def test_liger_is_refused_where_it_cannot_be():
     with pytest.raises(ConfigError, match="ep_loss liger needs CUDA and the package liger-kernel, and here is cpu"):
         take_loss_without_logits(build("qwen3_moe"), ExpertParallelConfig(ep_loss="liger"), CPU)
+
+
+def test_under_fsdp2_which_frees_the_heads_weight():
+    run_ranks(TESTS / "ranks" / "loss.py", 2, env={"ACCELERATE_USE_CPU": "true"})
