@@ -36,6 +36,7 @@ class ExpertMeshFSDPPlugin(FullyShardedDataParallelPlugin):
     dense_mesh: DeviceMesh | None = None
     device: torch.device | None = None
     upcast_trainable: bool = False
+    fp8: bool = False
     deferred: DeferredWeights | None = None
 
     @classmethod
@@ -78,6 +79,7 @@ class ExpertMeshFSDPPlugin(FullyShardedDataParallelPlugin):
         extended.device = device
         # Accelerate keeps float32 master weights of what it trains in mixed precision, but only after this plugin ran.
         extended.upcast_trainable = mixed_precision != "no"
+        extended.fp8 = mixed_precision == "fp8"
         extended.deferred = None
         return extended
 
@@ -96,6 +98,7 @@ class ExpertMeshFSDPPlugin(FullyShardedDataParallelPlugin):
             self.device,
             self._fsdp_options(),
             trainable_dtype=trainable_dtype,
+            fp8=self.fp8,
         )
         _point_to_shards(sharded)
         self.ignored_modules = [*self._ignored_by_user(model), nn.ParameterList(sharded.unmanaged)]

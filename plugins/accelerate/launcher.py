@@ -183,6 +183,10 @@ def _refuse_unknown_choices(config: ExpertParallelConfig) -> None:
         from expertmesh.compute import check_compute
 
         check_compute(config.ep_compute)
+    if config.ep_layers not in ("auto", "hf"):
+        from expertmesh.layers import check_layers
+
+        check_layers(config.ep_layers)
 
 
 def _world_size(args: Namespace, defaults: Any) -> int:

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from expertmesh_plugins.accelerate.eight_bits import take_over_fp8
 from expertmesh_plugins.accelerate.fsdp import ExpertMeshFSDPPlugin
 from expertmesh_plugins.accelerate.patches import patch_accelerate
 
 from expertmesh.compute import check_compute
 from expertmesh.config import ExpertParallelConfig, refuse_sequence_parallelism
 from expertmesh.dispatch import check_dispatcher
+from expertmesh.layers import check_layers
 from expertmesh.plugins import load_plugin
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ class ExpertMeshConfig(ParallelismConfig):
         self._expert_parallel = ExpertParallelConfig(**choices).resolve(_world_size())
         check_dispatcher(self._expert_parallel.ep_dispatcher)
         check_compute(self._expert_parallel.ep_compute)
+        check_layers(self._expert_parallel.ep_layers)
         for key in given:
             setattr(self, key, getattr(self._expert_parallel, key))
         super().__post_init__()
@@ -98,6 +101,7 @@ class ExpertMeshConfig(ParallelismConfig):
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Accelerate's own hook: it hands us the accelerator once its state exists, before anything is prepared."""
         patch_accelerate()
+        take_over_fp8(accelerator, self.expert_parallel)
         _patch_transformers()
         if accelerator.num_processes > 1:
             self._install_fsdp_plugin(accelerator)

@@ -9,7 +9,8 @@ tests/test_deferred_load.py:
 - `accelerate.Accelerator.end_training`: first waits for a checkpoint that is written in the background, and for the
   other ranks, and ends what engines hold (tests/test_engines.py).
 - `accelerate.Accelerator.prepare`: first gives models with routed experts what balances them, and language models their
-  loss without logits (tests/test_loss.py), in one process too.
+  loss without logits (tests/test_loss.py), in one process too; there, where nothing is sharded, also their layers
+  (tests/test_te_accelerate.py).
 - `accelerate.Accelerator.backward`: first adds the z-loss to the loss (both: tests/test_balance.py).
 - `accelerate.accelerator.fsdp2_prepare_model`: a model whose weights were left in their files gets them once
   sharded, and trainable weights that ranks drew become equal on all replicas (tests/test_peft_traps.py).
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from expertmesh.balance import balance, join_waiting
 from expertmesh.checkpoint.checkpoint import wait_for_checkpoints
 from expertmesh.dispatch import close_engines
+from expertmesh.layers import replace_layers
 from expertmesh.loss import take_loss_without_logits
 
 
@@ -66,6 +68,8 @@ def _balance_and_prepare(original: Callable[..., Any], accelerator: Accelerator,
             config = accelerator.parallelism_config.expert_parallel
             balance(model, config, z_loss_to_returned=False)
             take_loss_without_logits(model, config, accelerator.device)
+            if accelerator.num_processes == 1:
+                replace_layers(model, config, accelerator.device, fp8=accelerator.mixed_precision == "fp8")
     return original(accelerator, *objects, **options)
 
 

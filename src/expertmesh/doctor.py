@@ -50,7 +50,7 @@ class Finding:
 
 def findings() -> list[Finding]:
     """The report of every check."""
-    checks = (versions, accelerator, launch_hook, dispatchers, computes)
+    checks = (versions, accelerator, launch_hook, dispatchers, computes, layers)
     return list(chain.from_iterable(check() for check in checks))
 
 
@@ -165,6 +165,21 @@ def computes() -> Iterable[Finding]:
 
     for name in COMPUTES.names:
         yield _choice("compute", name, check_compute)
+
+
+def layers() -> Iterable[Finding]:
+    """Which layers can be chosen as ep_layers, beside the model's own."""
+    import torch
+
+    from expertmesh.layers import LAYERS
+
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    for name in LAYERS.names:
+        try:
+            reason = LAYERS.find(name).refusal(device)
+        except ConfigError as error:
+            reason = str(error)
+        yield Finding(f"layers {name}", reason or "usable", works=reason is None, required=False)
 
 
 def _choice(kind: str, name: str, check: Callable[[str], None]) -> Finding:

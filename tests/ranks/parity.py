@@ -57,6 +57,8 @@ class Case:
     family: str = "qwen3_moe"
     model: dict[str, object] = field(default_factory=dict)
     compute: str = "auto"
+    layers: str = "auto"
+    fp8: bool = False
     dispatcher: str = "auto"
     routing: Routing | None = None
     freeze: Callable[[str], bool] = lambda name: False
@@ -255,12 +257,13 @@ def run(case: Case) -> dict[str, float | str]:
         ep_size=case.ep,
         dp_replicate_size=case.replicas,
         ep_compute=case.compute,
+        ep_layers=case.layers,
         ep_dispatcher=case.dispatcher,
         ep_chunks=case.chunks,
         ep_activation_checkpointing=case.checkpointing,
     )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if case.bf16 else None
-    parallelize(parallel, config, mp_policy=policy)
+    parallelize(parallel, config, mp_policy=policy, fp8=case.fp8)
     if case.compiled:
         for block in parallel.model.layers:
             block.compile(backend="aot_eager")
