@@ -146,12 +146,13 @@ class ProjectionBackward:
             rows: the inputs `[rows, in]`, times `row_weights`.
             grad: the output's gradient `[rows, out]`, without them.
             index, chunk: which rows these are.
-            row_weights: `[rows, 1]`, by default ones.
+            row_weights: `[rows, 1]` float32, by default ones.
         """
         if self._weight is not None:
             self._weight.add(rows, grad, chunk)
         if self._bias is not None:
-            _add_bias_gradient(self._bias, grad if row_weights is None else grad * row_weights, chunk, self._scale)
+            weighted = grad if row_weights is None else grad * row_weights.to(grad.dtype)
+            _add_bias_gradient(self._bias, weighted, chunk, self._scale)
         if self._b is not None:
             self._b.add(self._gemm.multiply(rows, self._a_in_out[index], chunk), grad, chunk)
         if self._a is not None:

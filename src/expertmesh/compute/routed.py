@@ -141,7 +141,7 @@ class _RoutedExperts(torch.autograd.Function):
             bias_share = down.bias_share(grad_result, chunk)
             grad_row_weights.append(gate.row_weights if bias_share is None else gate.row_weights + bias_share)
             if down.needs_parameters:
-                down.parameters(gate.weighted_activation, grad_result, i, chunk, weights[i].to(tokens.dtype))
+                down.parameters(gate.weighted_activation, grad_result, i, chunk, weights[i])
             if up.needs_parameters:
                 up.parameters(ranges[i].gather(tokens), gate.projected, i, chunk)
             grad_tokens.add(ranges[i], up.rows(gate.projected, i, chunk))
@@ -152,7 +152,7 @@ class _RoutedExperts(torch.autograd.Function):
             None,
             None,
             grad_tokens.result(),
-            _filled_up(torch.cat(grad_row_weights), ctx.rows.num_rows),
+            _filled_up(grad_row_weights, ctx.rows.num_rows),
             *up.gradients,
             *down.gradients,
         )
@@ -169,7 +169,8 @@ def _by_chunk(chunks: list[Chunk], rows: ExpertRows, row_weights: Tensor) -> tup
     return rows.split(sizes), row_weights[: sum(sizes)].split(sizes)
 
 
-def _filled_up(of_rows: Tensor, num_rows: int) -> Tensor:
+def _filled_up(of_chunks: list[Tensor], num_rows: int) -> Tensor:
     """`[num_rows]`, filled up for rows that belong to no expert."""
+    of_rows = of_chunks[0] if len(of_chunks) == 1 else torch.cat(of_chunks)
     missing = num_rows - of_rows.shape[0]
     return F.pad(of_rows, (0, missing)) if missing else of_rows
