@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
@@ -31,6 +32,8 @@ NAME = "transformer_engine"
 _OVER_EAGER = f"{NAME}_eager"
 # Where attention stays as it was, because somebody wants it so.
 _STAYS: WeakSet[nn.Module] = WeakSet()
+# All that were built.
+_CORES: dict[int, nn.Module] = {}
 # What is done with by the time attention is called, or is part of the mask, or is passed on here.
 _UNDERSTOOD = {
     "module",
@@ -163,11 +166,16 @@ def _is_understood(module: nn.Module, others: dict[str, Any]) -> bool:
     return not any(value is not None and name in heeded for name, value in others.items())
 
 
-@cache
-def _heeded(kind: type[nn.Module]) -> frozenset[str]:
+@torch.compiler.assume_constant_result
+def _heeded(kind: type[nn.Module]) -> tuple[str, ...]:
     """What a family's own attention has parameters for, beyond what is understood here."""
+    return _looked_up(kind)
+
+
+@cache
+def _looked_up(kind: type[nn.Module]) -> tuple[str, ...]:
     eager = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
-    return frozenset() if eager is None else frozenset(inspect.signature(eager).parameters) - _UNDERSTOOD
+    return () if eager is None else tuple(inspect.signature(eager).parameters.keys() - _UNDERSTOOD)
 
 
 def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -179,25 +187,41 @@ def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """What `DotProductAttention` is built for."""
+
+    heads: int
+    head_dims: tuple[int, int]
+    groups: int
+    dropout: float
+    scaling: float | None
+    softcap: float
+    softmax_type: str
+
+
+def _core(*kind: Any) -> nn.Module:
+    return _CORES[_number_of(*kind)]
+
+
+# While a compiler traces this is called for real, and not again: what it builds is then found like any other module.
+@torch.compiler.assume_constant_result
+def _number_of(*kind: Any) -> int:
+    return _built(_Kind(*kind))
+
+
 @cache
-def _core(
-    heads: int,
-    head_dims: tuple[int, int],
-    groups: int,
-    dropout: float,
-    scaling: float | None,
-    softcap: float,
-    softmax_type: str,
-) -> nn.Module:
-    return load("transformer_engine.pytorch").DotProductAttention(
-        heads,
-        head_dims,
-        num_gqa_groups=groups,
-        attention_dropout=dropout,
-        softcap=softcap,
-        softmax_scale=scaling,
-        softmax_type=softmax_type,
+def _built(kind: _Kind) -> int:
+    _CORES[len(_CORES)] = load("transformer_engine.pytorch").DotProductAttention(
+        kind.heads,
+        kind.head_dims,
+        num_gqa_groups=kind.groups,
+        attention_dropout=kind.dropout,
+        softcap=kind.softcap,
+        softmax_scale=kind.scaling,
+        softmax_type=kind.softmax_type,
     )
+    return len(_CORES) - 1
 
 
 def _compute(
