@@ -81,6 +81,13 @@ CHECKS: tuple[Check, ...] = (
         gpus=2,
     ),
     Check(
+        "kernels",
+        _pytest("tests/test_kernels.py"),
+        "leave ep_compute at auto, and compare the kernels on the GPU with what the interpreter makes of them.",
+        timeout=600,
+        gpus=1,
+    ),
+    Check(
         "dispatch, counts",
         _python("benchmarks/dispatch.py", "--tables", "counts"),
         "it needs no GPU: run it by itself, and tests/test_benchmark_dispatch.py.",

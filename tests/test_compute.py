@@ -21,7 +21,6 @@ from expertmesh.compute.normed import normed_experts
 from expertmesh.compute.projection import LowRank, ProjectionTensors
 from expertmesh.compute.routed import ExpertTensors
 from expertmesh.compute.select import COMPUTES
-from expertmesh.compute.triton import TritonExperts
 from expertmesh.dispatch.local import LocalDispatcher
 from expertmesh.dispatch.rows import ExpertRows
 from expertmesh.errors import ConfigError
@@ -271,8 +270,7 @@ def test_auto_takes_what_suits_the_device_and_what_the_dispatcher_says():
     experts = from_model("qwen3_moe")
     assert chosen("auto", experts) is Loop
     assert chosen("auto", experts, counts_on_host=False) is Grouped
-    assert chosen("auto", experts, device="cuda") is TritonExperts
-    assert chosen("auto", from_model("gpt_oss"), device="cuda") is Grouped
+    assert chosen("auto", experts, device="cuda") is Grouped
     assert chosen("auto", experts, device="cuda", dtype=torch.float64) is Loop
 
 

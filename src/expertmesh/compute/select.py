@@ -31,7 +31,8 @@ def choose_compute(
 ) -> type[ExpertCompute]:
     """What `ep_compute` means for one experts module.
 
-    `auto` is `loop` on a CPU whose host knows the counts, `triton` elsewhere where it can, else `grouped_mm`.
+    `auto` is `loop` on a CPU whose host knows the counts, and `grouped_mm` elsewhere where it can. Our kernels have to
+    be asked for until they have been seen on a GPU.
 
     Args:
         name: `auto`, or one of `COMPUTES`.
@@ -53,7 +54,7 @@ def choose_compute(
 def _automatic(
     experts: nn.Module, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device, counts_on_host: bool
 ) -> type[ExpertCompute]:
-    best_first = (Loop, Grouped) if device.type == "cpu" else (TritonExperts, Grouped, Loop)
+    best_first = (Loop, Grouped) if device.type == "cpu" else (Grouped, Loop)
     reasons = []
     for compute in best_first:
         reason = _refusal(compute, experts, spec, dtype, device, counts_on_host)
