@@ -75,3 +75,20 @@ def test_its_own_linear_takes_parameters_over(wheel):
     # Output and input; weight and bias where they are trained.
     assert len(errors) == 4 + 2 + 3 + 2
     assert max(errors) <= 1e-6
+
+
+def test_our_attention_is_computed_by_its_own(wheel):
+    errors = json.loads(program("attending.py", wheel, NVTE_FLASH_ATTN="0", NVTE_FUSED_ATTN="0"))
+    assert len(errors) == 12
+    assert max(errors.values()) <= 1e-6
+
+
+def test_our_layers_are_its_own(wheel):
+    found = json.loads(program("layers.py", wheel))
+    assert len(found["errors"]) == 4 + 3
+    assert max(found["errors"]) <= 1e-6
+    assert found["keys"] == [["weight", "bias"], ["weight"], ["weight"]]
+    assert found["same"] and found["same norm"] and found["is linear"]
+    assert found["norm"] == [1e-3, True]
+    assert set(found["loads"] + found["gives"]) == {"<All keys matched successfully>"}
+    assert found["text"] == "Linear(in_features=32, out_features=24, bias=False)"

@@ -93,14 +93,9 @@ def convert_bshd_to_thd(padded: Tensor, ends: Tensor, num_tokens: int) -> Tensor
     return torch.cat([sequence[:length] for sequence, length in zip(padded, ends.diff().tolist(), strict=True)])
 
 
-def main(folder: str) -> None:
-    from emulation import te as emulated
-    from emulation import te_device
-
-    te_device.ALLOW_CPU = True
-    torch.manual_seed(0)
-    ours = {name: outcome(emulated, *case) for name, case in cases().items()}
-    install(Path(folder))
+def real(folder: Path) -> ModuleType:
+    """`transformer_engine.pytorch`, whose attention in PyTorch runs here, inside of `OnTheCPU`."""
+    install(folder)
     torch.Tensor.is_cuda = property(lambda tensor: True)
     torch.cuda.is_current_stream_capturing = lambda: False
     import transformer_engine.pytorch as te
@@ -109,6 +104,17 @@ def main(folder: str) -> None:
     binary = sys.modules["transformer_engine_torch"]
     binary.convert_thd_to_bshd, binary.convert_bshd_to_thd = convert_thd_to_bshd, convert_bshd_to_thd
     utils.get_cudnn_version = lambda: (9, 10, 0)
+    return te
+
+
+def main(folder: str) -> None:
+    from emulation import te as emulated
+    from emulation import te_device
+
+    te_device.ALLOW_CPU = True
+    torch.manual_seed(0)
+    ours = {name: outcome(emulated, *case) for name, case in cases().items()}
+    te = real(Path(folder))
     torch.manual_seed(0)
     with OnTheCPU():
         theirs = {name: outcome(te, *case) for name, case in cases().items()}
