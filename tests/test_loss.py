@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
 from expertmesh_plugins.transformers import loss as plugin
 from peft import LoraConfig, get_peft_model
-from processes import TESTS, run_ranks
+from processes import TESTS, run_command, run_ranks
 from ranks.models import FAMILIES, VOCABULARY, build
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -228,3 +230,10 @@ def test_liger_is_refused_where_it_cannot_be():
 
 def test_under_fsdp2_which_frees_the_heads_weight():
     run_ranks(TESTS / "ranks" / "loss.py", 2, env={"ACCELERATE_USE_CPU": "true"})
+
+
+@pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger-kernel is not installed (extra `liger`)")
+def test_ligers_kernels_compute_the_same():
+    program = TESTS / "ranks" / "liger_loss.py"
+    finished = run_command([sys.executable, program], env={"TRITON_INTERPRET": "1"}, timeout=120)
+    assert finished.returncode == 0, finished.output
