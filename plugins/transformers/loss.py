@@ -56,16 +56,18 @@ class LossWithoutLogits:
 
     def install(self) -> None:
         """Change the model."""
-        self.model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        self.model.register_forward_hook(self._leave, always_call=True)
+        # PEFT calls the forward of the model inside past its hooks.
+        for called in {self.root, self.model}:
+            called.register_forward_pre_hook(self._enter, with_kwargs=True)
+            called.register_forward_hook(self._leave, always_call=True)
         self.head.forward = self._logits
         self.model.loss_function = self._loss
 
     @torch.compiler.disable
-    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
+    def _enter(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = inspect.signature(type(called).forward).bind_partial(called, *args, **kwargs).arguments
         labels = given.get("labels", given.get("kwargs", {}).get("labels"))
-        self.is_asked_for = labels is not None and model.training and torch.is_grad_enabled()
+        self.is_asked_for = labels is not None and self.model.training and torch.is_grad_enabled()
 
     def _leave(self, *_: Any) -> None:
         self.is_asked_for = False
