@@ -95,8 +95,14 @@ def engine(monkeypatch):
     monkeypatch.setattr(te_device, "ALLOW_CPU", True)
     # What Accelerate asks is whether something of the kind is installed.
     monkeypatch.setattr("accelerate.state.is_fp8_available", lambda: True)
+    # What tests before have configured would be kept, and so would this.
+    _forget_accelerate()
     with installed("te"):
         yield
+    _forget_accelerate()
+
+
+def _forget_accelerate():
     for state in (AcceleratorState, PartialState):
         state._shared_state.clear()
 
